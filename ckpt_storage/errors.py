@@ -42,7 +42,7 @@ class CheckpointError(Exception):
 
 
 class InvalidInputError(CheckpointError, ValueError):
-    """An argument, option or URL cannot be used as given; nothing was touched."""
+    """An argument, option, URL or target cannot be used; nothing was stored."""
 
     code = "invalid-input"
 

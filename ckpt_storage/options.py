@@ -72,6 +72,8 @@ def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
 StockMetadata = Literal["auto", "always", "never"]
 UnsafeValues = Literal["warn", "refuse"]
 PageCache = Literal["keep", "drop"]
+Casts = Literal["checked", "exact", "any"]
+Shared = Literal["auto", "always", "never"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 

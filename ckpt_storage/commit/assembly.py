@@ -40,7 +40,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import cleaning, publishing
-from .attempt import Grant, commit
+from .attempt import SaveTicket, commit
 from .report import Planned, RankReport, ReportTable, incomplete, outside, unpacked
 from .slotlog import stat_if_there
 
@@ -55,7 +55,7 @@ _FOOTER_ROOM_BYTES = 4096
 
 def commit_save(
     store: Store,
-    grant: Grant,
+    ticket: SaveTicket,
     *,
     metadata: Metadata,
     reports: Sequence[RankReport | None],
@@ -69,8 +69,8 @@ def commit_save(
     `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
     Superseded files that cannot be deleted are left to the next save.
     """
-    save_id = grant.save_id
-    found = check_reports(reports, grant)
+    save_id = ticket.save_id
+    found = check_reports(reports, ticket)
     manifest = assemble(found, planned_of(metadata))
     check_files(store, manifest)
     entry_count = sum(report.item_count for report in found)
@@ -88,7 +88,7 @@ def commit_save(
             store.url,
             entry_count,
         )
-    stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
+    stock_bytes = with_footer(pickled, slot=ticket.last_slot + 1, save_id=save_id)
     stock = FileRef.of(names.stock_copy_path(save_id), stock_bytes)
     body = dataclasses.replace(
         manifest,
@@ -109,14 +109,16 @@ def commit_save(
     documents = {stock.path: stock_bytes, path: document}
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
-    record = commit(store, grant, manifest=ref, stock=stock, stock_entries=stock_entries, user=user)
+    record = commit(
+        store, ticket, manifest=ref, stock=stock, stock_entries=stock_entries, user=user
+    )
     log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     publish = partial(publishing.publish_head, store, own=record, own_stock=stock_bytes)
     if not publishing.publish_commit(store, record, publish, is_needed=must_publish):
         return record
     try:
         # Looking for what nobody needs takes a listing: free on a local disk only.
-        if grant.previous is not None or not store.capabilities.is_remote:
+        if ticket.previous is not None or not store.capabilities.is_remote:
             cleaning.free_leftovers(store, known=record)
     except Exception as error:  # the save is committed, whatever this is
         log.warning(
@@ -142,9 +144,9 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
         ) from error
 
 
-def check_reports(reports: Sequence[RankReport | None], grant: Grant) -> list[RankReport]:
+def check_reports(reports: Sequence[RankReport | None], ticket: SaveTicket) -> list[RankReport]:
     """Return the reports; raise unless they are of all ranks and of this save."""
-    save_id, world_size = grant.save_id, grant.world_size
+    save_id, world_size = ticket.save_id, ticket.world_size
     missing = [rank for rank, report in enumerate(reports) if report is None]
     missing += range(len(reports), world_size)
     if missing or len(reports) != world_size:

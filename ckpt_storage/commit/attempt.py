@@ -32,8 +32,8 @@ _MOST_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """The coordinator's leave for one save attempt; sent to every rank.
+class SaveTicket:
+    """The coordinator's permission to write one save attempt; sent to every rank.
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
     commit aims at the next one. With `with_places` ranks report where their items lie.
@@ -49,7 +49,7 @@ class Grant:
 
 def begin(
     store: Store, *, overwrite: bool, replaces: Collection[str] = (), save_id: str | None = None
-) -> Grant:
+) -> SaveTicket:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
     A copy goes on with the attempt of a `save_id` that it chose. Coordinator only. Raises
@@ -86,12 +86,14 @@ def begin(
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
     store.put(names.begun_path(save_id), seal(begun))
     previous = head.head if head else None
-    return Grant(save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s)
+    return SaveTicket(
+        save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s
+    )
 
 
 def commit(
     store: Store,
-    grant: Grant,
+    ticket: SaveTicket,
     *,
     manifest: FileRef,
     stock: FileRef | None,
@@ -105,34 +107,34 @@ def commit(
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (it cannot be told).
     """
-    if time.time() - grant.began_s > _MOST_AGE_S:
+    if time.time() - ticket.began_s > _MOST_AGE_S:
         raise PhaseTimeoutError(
-            f"Save {grant.save_id} to {store.url} began more than {_MOST_AGE_S / 3600:.0f} hours "
+            f"Save {ticket.save_id} to {store.url} began more than {_MOST_AGE_S / 3600:.0f} hours "
             "ago; so old an attempt is not committed.",
             phase="commit",
             timeout_s=_MOST_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
-    slot = grant.last_slot
+    slot = ticket.last_slot
     while True:
         slot += 1
         holder, is_ours = take_slot(
             store,
             "commit",
             slot,
-            HeadRef(slot=slot, save_id=grant.save_id),
-            save_id=grant.save_id,
+            HeadRef(slot=slot, save_id=ticket.save_id),
+            save_id=ticket.save_id,
             manifest=manifest,
             stock=stock,
             stock_entries=stock_entries,
-            previous=grant.previous,
+            previous=ticket.previous,
             user=user,
         )
         if is_ours:
             return holder
         # A fence of others cleared away another attempt; the head is still the one we saw.
-        if holder.type != "fence" or grant.save_id in holder.fenced:
-            raise _conflict(store, grant.save_id, holder)
+        if holder.type != "fence" or ticket.save_id in holder.fenced:
+            raise _conflict(store, ticket.save_id, holder)
 
 
 def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictError:

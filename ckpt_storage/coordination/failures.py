@@ -1,4 +1,4 @@
-"""What ranks tell one another when something went wrong, and whose error it then is."""
+"""Errors that concern several ranks: how they are sent, and what each rank raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -24,7 +23,7 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.redaction import without_secrets
 
 _CAUSE_CHARS = 4000
-"""How much of a traceback travels: its end."""
+"""How much of a traceback is sent: its end."""
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -36,46 +35,31 @@ _OF_A_RANK = (
     StorageError,
     UnsafeContentError,
 )
-"""What one rank may meet and another not; all else is wrong whichever rank sees it first."""
+"""Errors of one rank alone; all others concern every rank, whichever rank raises them first."""
 
 
-class ReportedFailure(Protocol):
-    """A failure of one rank as others learn of it.
+def error_for_peers(
+    rank: int,
+    error: CheckpointError,
+    what: str,
+    is_decision: bool,  # noqa: FBT001  # of a failure
+) -> CheckpointError:
+    """Return what the other ranks raise when `rank` failed: its error if it concerns all ranks.
 
-    `is_decision`: the coordinator found it when it decided for all ranks.
+    That is what the coordinator raised when it decided for all (`is_decision`), what is wrong with
+    the checkpoint, and errors that name another rank.
     """
-
-    @property
-    def rank(self) -> int:
-        """The global rank that failed."""
-
-    @property
-    def error(self) -> CheckpointError:
-        """What it raised."""
-
-    @property
-    def is_decision(self) -> bool:
-        """Whether it concerns every rank alike."""
-
-
-def error_for_peers(failure: ReportedFailure, what: str) -> CheckpointError:
-    """Return what the other ranks raise: the error itself where it concerns every rank.
-
-    That is what the coordinator found when it decided for all, what is wrong with the checkpoint,
-    and failures that name a rank already.
-    """
-    error = failure.error
-    # What is of no kind of ours came from a planner or a state: that rank failed.
+    # An error of no class of ours came from a planner or a state: that rank failed.
     is_foreign = type(error) is CheckpointError
-    is_general = failure.is_decision or not isinstance(error, _OF_A_RANK)
-    names_another = isinstance(error, PhaseTimeoutError) and error.rank not in {None, failure.rank}
+    is_general = is_decision or not isinstance(error, _OF_A_RANK)
+    names_another = isinstance(error, PhaseTimeoutError) and error.rank not in {None, rank}
     if not is_foreign and (is_general or names_another):
         return error
-    return with_rank(failure.rank, error, what)
+    return with_rank(rank, error, what)
 
 
 def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
-    """Add rank, phase and place to the message of an error that leaves an operation."""
+    """Add rank, phase and URL to the message of an error that an operation raises."""
     error.phase = error.phase or phase
     text, failed = str(error), error.rank
     where = re.compile(rf"\branks? {'[0-9]' if failed is None else failed}\b", re.IGNORECASE)
@@ -83,13 +67,13 @@ def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> 
     if where.search(text) and f"{error.phase} phase" in text and place in text:
         return
     at = f"on rank {failed}" if failed is not None else f"raised on rank {rank}"
-    # Not "failed": what is in doubt, or committed but not published, has not.
+    # Not "failed": a save whose outcome is unknown, or that is not published, has not failed.
     text = text.removeprefix(f"{what[:1].upper()}{what[1:]} failed on rank {failed}: ")
     error.args = (f"In the {error.phase} phase of {what}, {at}: {text}",)
 
 
 def with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
-    """Return the error that says that `rank` failed with `error`."""
+    """Return the error of the other ranks when `rank` failed with `error`."""
     failed = RankFailedError(
         f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
         failures={rank: str(error)},
@@ -104,7 +88,7 @@ def with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
 def ranks_lost_error(
     ranks: Sequence[int], world_size: int, how: str, what: str, phase: str, known: Mapping[int, str]
 ) -> RankFailedError:
-    """Return the error that says that ranks were lost: what happened, and what is known of each."""
+    """Return the error of ranks that were lost: how, and what is known of each."""
     return RankFailedError(
         f"{name_ranks(ranks)} of the group's {world_size} {how} in the {phase} phase of {what}: "
         f"{'; '.join(known.values())}.",
@@ -113,7 +97,7 @@ def ranks_lost_error(
         rank=ranks[0],
         phase=phase,
         next_step="See what ended or stopped those processes (a crash, a signal, out of memory); "
-        "if they only had no time to tell that they live, raise Timeouts.silence.",
+        "if they only had no time to send heartbeats, raise Timeouts.silence.",
     )
 
 
@@ -121,7 +105,7 @@ def picklable_copy(error: BaseException) -> CheckpointError:
     """Return a copy of `error` that every rank and process can unpickle.
 
     Its class is one of this package, because a class of the user's may not be importable there. The
-    cause does not pickle; where only the cause says what went wrong, its traceback is a note.
+    cause does not pickle; if only the cause shows what went wrong, its traceback is a note.
     """
     cause: BaseException | None = error
     if not isinstance(error, CheckpointError):
@@ -143,7 +127,7 @@ def picklable_copy(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -> Iterator[None]:
-    """Turn every failure inside, also DCP's own, into a `CheckpointError` with that as its cause.
+    """Turn every exception, also DCP's own, into a `CheckpointError` whose cause it is.
 
     Interrupts pass, but not in the background: there they would only end a thread.
     """
@@ -157,13 +141,13 @@ def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -
             raise
         reason = f"{type(error).__name__}: {error}".rstrip(".: ")
         message = f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {reason}."
-        raise CheckpointError(message, rank=rank, next_step="Its cause says where.") from error
+        raise CheckpointError(message, rank=rank, next_step="See its cause.") from error
 
 
 def redacted_url(url: object) -> str:
     """Return a user's `url` for messages, whatever was passed; without credentials."""
     try:
-        return Location.of(url).url  # type: ignore[arg-type]  # it says so of what is no URL
+        return Location.of(url).url  # type: ignore[arg-type]  # it raises for all else
     except CheckpointError:
         return "a place that cannot be used"
 

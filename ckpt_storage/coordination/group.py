@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import Timeouts
 
 from .failures import add_context, as_checkpoint_errors
-from .keyvalue import KeyValues, LostStoreError, StoreClient, store_of
+from .keyvalue import KeyValues, LostStoreError, StoreClient
 from .lane import Lane
 from .liveness import Heartbeats
 from .operation import Operation
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 _COMMON_LANES = ("main", "async/save_async", "async/default")
-"""Lanes that another rank may use though this one never did."""
+"""Lanes that another rank may use and this rank has never used."""
 
-_MAX_SOUGHT = 8
-"""How many missing ranks are looked for."""
+_MAX_LOOKUPS = 8
+"""How many missing ranks are looked up."""
 
 
 class _Lanes:
@@ -36,31 +36,31 @@ class _Lanes:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch
 
-        # Over connections of our own: torch waits on its own. Its stub leaves `clone` out.
-        self.client = StoreClient(store_of(process_group).clone)  # type: ignore[attr-defined]
+        self.client = StoreClient.of_group(process_group)
         self.rank = process_group.rank()
         self.global_ranks = dist.get_process_group_ranks(process_group)
         self.by_name: dict[str, RankGroup] = {}
 
     def find_elsewhere(self, own: str, ranks: Sequence[int], timeout_s: float) -> str:
-        """Say which of `ranks` are in an operation of another lane than `own`.
+        """Describe which of `ranks` are in an operation of another lane than `own`.
 
-        Such as when one rank calls `save` and another `save_async`. Raises `LostStoreError`.
+        For example, one rank calls `save` and another `save_async`.
         """
-        for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
-            here = self.by_name.get(name)
-            keys = KeyValues(self.client, f"ckpt_storage/{name}")
-            session = here.lane.session.encode() if here else keys.get("session", timeout_s)
-            if not session:
-                continue
-            number = (here.lane.number if here else 0) + 1
-            for rank in ranks[:_MAX_SOUGHT]:
-                beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
-                if beat is not None and Heartbeats.number_of(beat) == number:
-                    return (
-                        f"; rank {self.global_ranks[rank]} waits in another operation of this "
-                        f"group ({name}): all ranks must make the same calls"
-                    )
+        with suppress(LostStoreError):
+            for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
+                here = self.by_name.get(name)
+                keys = KeyValues(self.client, f"ckpt_storage/{name}")
+                session = here.lane.session.encode() if here else keys.get("session", timeout_s)
+                if not session:
+                    continue
+                number = (here.lane.number if here else 0) + 1
+                for rank in ranks[:_MAX_LOOKUPS]:
+                    beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
+                    if beat is not None and Heartbeats.number_of(beat) == number:
+                        return (
+                            f"; rank {self.global_ranks[rank]} waits in another operation of this "
+                            f"group ({name}): all ranks must make the same calls"
+                        )
         return ""
 
 
@@ -72,8 +72,8 @@ _lock = threading.RLock()
 class RankGroup:
     """The ranks of one group on one lane; runs their operations, one at a time.
 
-    Every rank has one over the same store and runs the same operations in the same order. `of` and
-    `alone` make them.
+    Every rank has such an object over the same store and runs the same operations in the same
+    order. `of` and `alone` create it.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -88,7 +88,7 @@ class RankGroup:
 
     @classmethod
     def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
-        """Return this process as the only rank, or as one that has no store with the others."""
+        """Return this process as the only rank, or as a rank that shares no store with others."""
         keys = KeyValues(StoreClient(_no_store), "")
         return cls(Lane(keys, rank=rank, names=range(world_size)))
 
@@ -119,7 +119,7 @@ class RankGroup:
             if is_owned and ranks._is_owned:  # an object of this class
                 raise InvalidInputError(
                     f"An AsyncSaver named {lane.rpartition('/')[2]!r} is open in this group.",
-                    next_step="Close it first, or give the second one a name of its own (name=).",
+                    next_step="Close it first, or pass another name (name=).",
                 )
             ranks._is_owned |= is_owned  # as above
             return ranks
@@ -128,18 +128,18 @@ class RankGroup:
     def operation(self, what: str, *, timeouts: Timeouts) -> Iterator[Operation]:
         """Run one operation of all ranks; each calls `Operation.meet` first in the block.
 
-        `what` names it in messages ("the save to s3://..."). An exception that leaves the block is
-        reported to all ranks, which raise within seconds wherever they are. It is one of ours,
-        except for interrupts.
+        `what` names it in messages ("the save to s3://..."). An exception raised in the block is
+        reported to all ranks, which raise within seconds wherever they are. It becomes a
+        `CheckpointError`, unless it is an interrupt.
         """
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
-                f"Another operation of rank {self.global_rank} kept {what} waiting for "
+                f"Another operation of rank {self.global_rank} blocked {what} for "
                 f"{timeouts.plan:g} s in the plan phase.",
                 rank=self.global_rank,
                 phase="plan",
                 timeout_s=timeouts.plan,
-                next_step="Wait for the other to end, or raise Timeouts.plan.",
+                next_step="Wait for that operation to end, or raise Timeouts.plan.",
             )
         try:
             operation = Operation(self.lane, what, timeouts)
@@ -148,7 +148,7 @@ class RankGroup:
                     yield operation
             except CheckpointError as caught:
                 operation.finish(caught)
-                # Requests that were cancelled say so; the reason is what matters.
+                # A request that was cancelled raises that; the user needs the reason for it.
                 failure = operation.failure()
                 is_effect = isinstance(caught, StorageError | LostStoreError)
                 error = failure if failure is not None and is_effect else caught
@@ -168,7 +168,7 @@ class RankGroup:
             self._lock.release()
 
     def close(self) -> None:
-        """Give up the ownership of the lane; called after the last operation, idempotent."""
+        """Release the ownership of the lane; called after the last operation, idempotent."""
         self._is_owned = False
 
 
@@ -184,7 +184,7 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    # Outside of its members, `new_group` returns a mark of another type.
+    # On other ranks than its members, `new_group` returns a marker of another type.
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         what = "This process is not a member of process_group."
         raise InvalidInputError(what, next_step="Call this on the ranks of process_group only.")

@@ -1,4 +1,4 @@
-"""Which operation a rank has come for, and what the coordinator makes of those that arrived."""
+"""The identity of an operation, and how the coordinator compares those of all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .failures import mismatch_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What an operation is about: its kind ("the save"), URL, step, and the restores before it.
+    """The identity of an operation: its kind ("the save"), URL, step, and the restores before it.
 
     The step finds ranks that skipped a call: with a URL that stays the same, the next call would
-    otherwise look like the one that was skipped. `restores` counts how often this run went back to
+    otherwise look like the skipped call. `restores` counts how often this run went back to
     an earlier step. None: not known, which agrees with any value.
     """
 
@@ -35,8 +35,8 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
-    """Why the coordinator gives a number up: for one identity, or (None) for all ranks."""
+class Abandonment:
+    """Why the coordinator abandons a number: for one identity, or (None) for all ranks."""
 
     error: CheckpointError
     identity: Identity | None
@@ -49,29 +49,29 @@ def find_disagreement(
     read_earlier: Callable[[], Sequence[Mapping[int, Identity]]],
     phase: str,
     is_complete: bool,
-) -> GivenUp | None:
+) -> Abandonment | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
-    Everything is keyed by global rank. `terms` are what ranks must share besides. `read_earlier`
-    returns what ranks came for under the numbers that failed since all ranks met. `is_complete`:
-    all ranks have arrived.
+    All mappings have global ranks as keys. `terms` are further values that ranks must share.
+    `read_earlier` returns the identities under the numbers that failed since all ranks met.
+    `is_complete`: all ranks have arrived.
 
-    Of operations whose steps differ, the lowest is given up: its ranks fail, and those ahead try
-    the next number. Where steps are not known, a rank is behind if it comes for what another rank,
-    but not it, came for under an earlier number, and has left behind. Otherwise all ranks fail.
+    If steps differ, the number is abandoned for the lowest: its ranks fail, and those ahead try the
+    next number. If steps are not known, a rank is behind if its operation was that of another rank,
+    but not its own, under an earlier number, and the other rank has moved on. Otherwise all fail.
     """
     distinct = set(identities.values())
     stepped = [identity for identity in distinct if identity.step is not None]
     if not all(_agree_on_step(a, b) for a, b in itertools.combinations(stepped, 2)):
         lowest = min(stepped, key=lambda identity: (identity.restores or 0, identity.step or 0))
-        return GivenUp(error=_disagreement(identities, phase), identity=lowest)
+        return Abandonment(error=_disagreement(identities, phase), identity=lowest)
     if not is_complete:
         return None
     error = mismatch_error(terms, phase=phase)
     if all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
-        return None if error is None else GivenUp(error=error, identity=None)
+        return None if error is None else Abandonment(error=error, identity=None)
     behind = _find_behind(identities, read_earlier())
-    return GivenUp(error=error or _disagreement(identities, phase), identity=behind)
+    return Abandonment(error=error or _disagreement(identities, phase), identity=behind)
 
 
 def _agree_on_step(a: Identity, b: Identity) -> bool:
@@ -81,7 +81,7 @@ def _agree_on_step(a: Identity, b: Identity) -> bool:
 def _find_behind(
     identities: Mapping[int, Identity], earlier: Sequence[Mapping[int, Identity]]
 ) -> Identity | None:
-    """Return what a rank comes for now, and under an earlier number another rank, but not it."""
+    """Return an identity that a rank has now, and another rank, but not this one, had earlier."""
     for before in earlier:
         left_behind = {i for rank, i in before.items() if identities.get(rank) != i}
         for rank, identity in identities.items():
@@ -91,7 +91,7 @@ def _find_behind(
 
 
 def _disagreement(identities: Mapping[int, Identity], phase: str) -> RankMismatchError:
-    """Return the error that lists by ranks in what identities differ first."""
+    """Return the error that lists ranks by the first field in which identities differ."""
     for name, field in (
         ("the operation", "kind"),
         ("the step", "step"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
-from ckpt_storage.store.threads import TimedPool
+from ckpt_storage.store.threads import TimedPool, halted
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,18 +34,19 @@ _SET_KEYS, _SET_BYTES, _GET_KEYS, _CHECK_KEYS = 128, 128 << 10, 256, 1024
 _WHOLE, _SLICED = b"w", b"p"
 
 _ABSENT = "-"
-"""No value of ours; what a store answers that holds nothing under a key."""
+"""Never a value of ours: the reply of a store that has no value under a key."""
 
 _MAX_WRITES = 4
-"""How often something is written whose connection breaks each time."""
+"""How often a write is repeated whose connection breaks each time."""
 
 _RECONNECT_S = 0.1
 _CONNECT_S = 60.0
 _PROBE_S = 5.0
+_FOREVER_S = 30 * 86_400.0
 
 
 class LostStoreError(RankFailedError):
-    """The key-value store does not answer this rank, also not over a new connection."""
+    """The key-value store does not respond to this rank, even over a new connection."""
 
     def __init__(self, message: str) -> None:
         # Else the process of global rank 0 hosts the store of the default group.
@@ -57,7 +59,7 @@ class LostStoreError(RankFailedError):
         )
 
     def public(self) -> RankFailedError:
-        """Return the error as users get it, of a public class."""
+        """Return this error as a public class."""
         failures = {} if self.rank is None else {self.rank: "cannot reach the key-value store"}
         if not self._is_hosted_by_launcher:
             failures.setdefault(COORDINATOR, "hosts the key-value store, which does not answer")
@@ -70,7 +72,7 @@ class LostStoreError(RankFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreAddress:
-    """Where another process of this host finds the same store: a TCP address, or a file."""
+    """The address of the store for another process of this host: a TCP address, or a file."""
 
     host: str = ""
     port: int = 0
@@ -93,14 +95,31 @@ class StoreClient:
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+    def __init__(
+        self, connect: Callable[[], dist.Store], address: StoreAddress | None = None
+    ) -> None:
+        self._address = address
         self._connect = connect
-        self._address: StoreAddress | None = None
         self._has_failed = False
         self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
+
+    @classmethod
+    def of_group(cls, process_group: dist.ProcessGroup) -> StoreClient:
+        """Return a client of the store that the members of a group share."""
+        store = store_of(process_group)
+        root = _root_of(store)
+        host, path = getattr(root, "host", ""), getattr(root, "path", "")
+        port = getattr(root, "port", 0)
+        address = StoreAddress(host=host, port=port, path=path) if host or path else None
+        # Over connections of our own: torch waits on its own. Its stub omits `clone`.
+        return cls(store.clone, address)  # type: ignore[attr-defined]
+
+    def address(self) -> StoreAddress | None:
+        """Return the address for other processes; None if only this one can reach the store."""
+        return self._address
 
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
@@ -115,18 +134,6 @@ class StoreClient:
     def connection(self) -> object:
         """The connection that carries requests; another one after a call that failed."""
         return self._requests
-
-    def address(self) -> StoreAddress | None:
-        """Return where another process finds the store; None if only this process can reach it."""
-        return self._address
-
-    def _adopt(self, store: dist.Store) -> dist.Store:
-        """Note where the store of a first connection is; return the connection."""
-        root = _root_of(store)
-        host, path = getattr(root, "host", ""), getattr(root, "path", "")
-        if self._address is None and (host or path):
-            self._address = StoreAddress(host=host, port=getattr(root, "port", 0), path=path)
-        return store
 
     def close(self) -> None:
         """Drop the connections and the idle threads; a later call connects again."""
@@ -146,7 +153,7 @@ class StoreClient:
         """Return what method `name` of the store returns, within `timeout_s` seconds.
 
         An idempotent call that fails is repeated once over a new connection. A call that hangs is
-        left behind in its thread. `is_root`: keys have none of the group's prefixes. Raises
+        abandoned in its thread. `is_root`: keys have none of the group's prefixes. Raises
         `LostStoreError`.
         """
 
@@ -154,10 +161,10 @@ class StoreClient:
             self._forget_parent()
             store = self._requests
             if store is None:
-                store = self._requests = self._adopt(self.connect())
+                store = self._requests = self.connect()
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
-        # A first attempt that hangs leaves half of the time for the second.
+        # A first attempt that hangs may use half of the time.
         limits_s = [timeout_s / 2, timeout_s / 2] if is_idempotent else [timeout_s]
         failure: Exception | None = None
         for limit_s in limits_s:
@@ -171,7 +178,7 @@ class StoreClient:
         raise LostStoreError(reason) from failure
 
     def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Wait until `key` exists; return whether it does. For a thread that may be left behind.
+        """Wait until `key` exists; return whether it does. For a thread that may be abandoned.
 
         Connects again after a broken connection, until `timeout_s` have passed or `is_over()`. If
         the store's process is stopped, torch's client returns only once that process continues.
@@ -214,25 +221,23 @@ class KeyValues:
         self.client = client
         self._prefix = prefix
         self._is_root = is_root
-        self._slice_counts: dict[str, int] = {}
-        self._lock = threading.RLock()
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value`, of any size, under `key`; readers see all of it or nothing.
+        """Write `value`, of any size, under `key`; readers see all of it or nothing.
 
-        Lost without an error where the connection has broken since the last call.
+        Lost without an error if the connection has broken since the last call.
         """
         self._call("set", key, self._envelope(key, value, timeout_s), timeout_s=timeout_s)
 
     def set_surely(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put `value` under `key`, and make sure that the store has it."""
+        """Write `value` under `key`, and make sure that the store has it."""
         self.write_surely(lambda: self.set(key, value, timeout_s), key, timeout_s)
 
     def write_surely(self, write: Callable[[], None], last_key: str, timeout_s: float) -> None:
         """Call `write`, which sets `last_key` last, until the store has all that it sets.
 
-        Torch's client gets no reply to a `set`. A reply to what follows over the same connection
-        shows that the store has read all before it.
+        Torch's client gets no reply to a `set`. A reply to a later request over the same connection
+        shows that the store has read all earlier ones.
         """
         for _ in range(_MAX_WRITES):
             connection = self.client.connection
@@ -243,7 +248,7 @@ class KeyValues:
         raise LostStoreError(f"{last_key} got lost {_MAX_WRITES} times")
 
     def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
-        """Put each value under its key, many in one request; each request has `timeout_s`."""
+        """Write each value under its key, many in one request; each request has `timeout_s`."""
         batch: dict[str, bytes] = {}
         size_bytes = 0
         for key, value in values.items():
@@ -288,7 +293,7 @@ class KeyValues:
         )
 
     def present(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Return those of `keys` that exist: halves with a missing key are looked at again."""
+        """Return those of `keys` that exist: halves with a missing key are checked again."""
         if not keys or self.has_all(keys, timeout_s):
             return list(keys)
         if len(keys) == 1:
@@ -298,7 +303,7 @@ class KeyValues:
         return [key for half in halves for key in self.present(half, timeout_s)]
 
     def set_first(self, key: str, value: bytes, timeout_s: float) -> bytes:
-        """Put `value` (a few MiB at most) under `key` unless it exists; return what is there.
+        """Write `value` (a few MiB at most) under `key` unless it exists; return the stored value.
 
         Values of different ranks differ, so a caller that gets its own value back was first.
         """
@@ -309,12 +314,10 @@ class KeyValues:
         count: int = self._call("add", key, 1, timeout_s=timeout_s, is_idempotent=False)
         return count
 
-    def delete(self, key: str, timeout_s: float) -> None:
-        """Remove `key`; a missing one is no error."""
-        with self._lock:
-            count = self._slice_counts.pop(key, 0)
-        # The slices first: a reader that misses one takes the value for absent.
-        for name in [*(f"{key}#{number}" for number in range(count)), key]:
+    def delete(self, key: str, timeout_s: float, *, size_bytes: int = 0) -> None:
+        """Remove `key`, whose value has `size_bytes` or fits one request; it may be missing."""
+        # The slices first: to a reader that misses a slice the value is absent.
+        for name in [*_slice_keys(key, size_bytes), key]:
             self._call("delete_key", name, timeout_s=timeout_s)
 
     def wait(self, key: str, timeout_s: float, is_over: Callable[[], bool]) -> bool:
@@ -337,34 +340,68 @@ class KeyValues:
         return bytes(self._call("compare_set", key, old, new, timeout_s=timeout_s))
 
     def _envelope(self, key: str, value: bytes, timeout_s: float) -> bytes:
-        """Return what is put under `key` itself, once the slices of a large value are stored."""
-        if len(value) <= _SLICE_BYTES:
+        """Store the slices of a large value; return the bytes to store under `key` itself."""
+        slice_keys = _slice_keys(key, len(value))
+        if not slice_keys:
             return _WHOLE + value
-        starts = range(0, len(value), _SLICE_BYTES)
-        with self._lock:
-            self._slice_counts[key] = len(starts)
 
         def write() -> None:
-            for number, start in enumerate(starts):
-                piece = value[start : start + _SLICE_BYTES]
-                self._call("set", f"{key}#{number}", piece, timeout_s=timeout_s)
+            for number, slice_key in enumerate(slice_keys):
+                piece = value[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES]
+                self._call("set", slice_key, piece, timeout_s=timeout_s)
 
-        self.write_surely(write, f"{key}#{len(starts) - 1}", timeout_s)
-        return _SLICED + str(len(starts)).encode()
+        self.write_surely(write, slice_keys[-1], timeout_s)
+        return _SLICED + str(len(value)).encode()
 
     def _opened(self, key: str, envelope: bytes, timeout_s: float) -> bytes | None:
-        """Return the value of what is under `key`; None if a slice has been removed."""
+        """Return the value of the bytes under `key`; None if a slice has been removed."""
         if envelope[:1] == _WHOLE:
             return envelope[1:]
-        with self._lock:
-            count = self._slice_counts[key] = int(envelope[1:])
         slices = []
-        for number in range(count):
-            piece = self._compare_set(f"{key}#{number}", _ABSENT, _ABSENT, timeout_s)
+        for slice_key in _slice_keys(key, int(envelope[1:])):
+            piece = self._compare_set(slice_key, _ABSENT, _ABSENT, timeout_s)
             if piece == _ABSENT.encode():
                 return None
             slices.append(piece)
         return b"".join(slices)
+
+
+def _slice_keys(key: str, size_bytes: int) -> list[str]:
+    """Return the keys of a value's slices; none if it is stored under `key` itself."""
+    if size_bytes <= _SLICE_BYTES:
+        return []
+    return [f"{key}#{number}" for number in range(-(-size_bytes // _SLICE_BYTES))]
+
+
+class KeyListener:
+    """Waits for one key after another and calls `on_key(key)` for each, in a daemon thread.
+
+    A wait cannot be cancelled: it ends when a rank writes the key. So a rank that abandons an
+    operation writes its release. If the store does not answer, the thread is abandoned.
+    """
+
+    def __init__(self, on_key: Callable[[str], None], keys: KeyValues, name: str) -> None:
+        self._on_key = on_key
+        self._keys = keys
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._is_closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def listen(self, key: str) -> None:
+        """Wait for `key` next; from any thread."""
+        self._queue.put(key)
+
+    def close(self) -> None:
+        """Call nothing any more; the thread ends with its present wait."""
+        self._is_closed = True
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (key := self._queue.get()) is not None and not self._is_closed:
+            is_present = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
+            halted()
+            if is_present and not self._is_closed:
+                self._on_key(key)
 
 
 def _root_of(store: dist.Store) -> dist.Store:
@@ -375,11 +412,11 @@ def _root_of(store: dist.Store) -> dist.Store:
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """Return the store that the members of a group share; nobody else sees its keys."""
+    """Return the store that the members of a group share; no other rank sees its keys."""
     import torch.distributed as dist  # noqa: PLC0415  # a process without ranks needs no torch
 
     with contextlib.suppress(AttributeError, RuntimeError):
         return process_group.get_group_store()
-    # Older torch, and groups whose backend keeps none: the default group's, below the group's name.
+    # Older torch, and backends without a store: the default group's, below the group's name.
     root = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # no public way to it
     return dist.PrefixStore(f"group/{process_group.group_name}", root)

@@ -1,8 +1,8 @@
 """A lane: the operations of one kind that the ranks of a group run one after another.
 
-Each rank counts them, and the number is part of every key: operations are never matched by what
-they are about. A session keeps out the processes of an earlier incarnation of the job, whose keys
-are still in the store: torchrun's restart keeps it.
+Each rank counts them, and the number is part of every key: operations are never matched by their
+URLs. A session keeps out the processes of an earlier incarnation of the job, whose keys are still
+in the store: torchrun's restart keeps it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from .identity import Identity
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError
 from .liveness import RankProcess
-from .rounds import Failed, Release, Round, Superseded
+from .rounds import CLAIMED, Failed, Release, Round, Superseded
 
 _MAX_ROUNDS = 64
-"""How many rounds of an operation a rank looks through to report that it has left."""
+"""How many rounds of an earlier operation a rank tries to fail."""
 
-_MAX_EARLIER = 4
-"""How many numbers the coordinator looks back to find which rank is behind."""
+_MAX_EARLIER = 16
+"""How many failed numbers the coordinator looks back to find which rank is behind."""
 
 _DELETE_S = 5.0
 """How long the removal of an old key may take; the rest is removed after a later operation."""
@@ -29,7 +29,7 @@ _DELETE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unreported:
-    """A call of this rank that ended without the other ranks learning of it.
+    """A call of this rank that ended without a report to the other ranks.
 
     `round_number` is the round that this rank owns as coordinator; 0: none.
     """
@@ -43,9 +43,10 @@ class Lane:
     """The state of one rank on one lane.
 
     `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
-    the last operation that this rank took part in, or gave up. `has_met`: an operation of this
-    session had all ranks. `processes` are those of the other ranks of this host, from then on.
-    `find_elsewhere` says, for an error, which of some ranks are in an operation of another lane.
+    the last operation that this rank took part in, or abandoned. `has_met`: an operation of this
+    session had all ranks. `identities` are those known of each number since then, by global rank.
+    `processes` are those of the ranks of this host, from then on.
+    `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
     def __init__(self, keys: KeyValues, *, rank: int, names: Sequence[int]) -> None:
@@ -59,34 +60,36 @@ class Lane:
         self.has_met = False
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
-        self.own_identities: dict[int, Identity] = {}
+        self.identities: dict[int, dict[int, Identity]] = {}
         self._met_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session: they count in the next one, too.
         self._ended: list[Failed] = []
         self._unreported: list[_Unreported] = []
-        self._old_keys: list[tuple[int, str]] = []
+        self._old_keys: dict[tuple[int, str], int] = {}  # sizes by number and key
 
     def heartbeat_key(self, rank: int) -> str:
         """Return where a rank sends its heartbeats, in all operations."""
         return f"{self.session}/alive/{rank}"
 
-    def round(self, number: int) -> Round:
-        """Return a round of the present operation."""
-        return self._round_of(self.session, self.number, number)
+    def host_key(self, host: str) -> str:
+        """Return where the coordinator publishes the processes of a host."""
+        return f"{self.session}/host/{host}"
 
-    def failed_numbers(self) -> range:
+    def prefix(self, number: int | None = None) -> str:
+        """Return the prefix of the keys of the present operation, or of that of a number."""
+        return f"{self.session}/{self.number if number is None else number}"
+
+    def round(self, prefix: str, round_number: int) -> Round:
+        """Return a round of the operation of a prefix."""
+        return Round(
+            self.keys, f"{prefix}/{round_number}", rank=self.rank, world_size=self.world_size
+        )
+
+    def recent_failed_numbers(self) -> range:
         """Return the last numbers that failed since all ranks met."""
         return range(max(self._met_number + 1, self.number - _MAX_EARLIER), self.number)
-
-    def first_round_of(self, number: int) -> Round:
-        """Return the first round of an earlier operation."""
-        return self._round_of(self.session, number, 1)
-
-    def _round_of(self, session: str, number: int, round_number: int) -> Round:
-        prefix = f"{session}/{number}/{round_number}"
-        return Round(self.keys, prefix, rank=self.rank, world_size=self.world_size)
 
     def names_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the global ranks of ranks of the group."""
@@ -95,21 +98,20 @@ class Lane:
     def begin(self, identity: Identity | None) -> None:
         """Take the next number."""
         self.number += 1
-        if identity is not None:
-            self.own_identities[self.number] = identity
+        own = {} if identity is None else {self.names[self.rank]: identity}
+        self.identities[self.number] = own
+        self.identities.pop(self.number - _MAX_EARLIER - 1, None)
 
     # Sessions.
 
     def join(self, wait: Callable[[str], None], timeout_s: float) -> None:
-        """Enter the session of this incarnation of the job, at the begin of each number.
+        """Enter the session of this incarnation of the job; called before each number.
 
         `wait` waits for a key, or raises; each request has `timeout_s`. Raises `LostStoreError`.
         """
-        if self.is_coordinator:
-            if not self.session:
-                self._open(timeout_s)
-            return
-        while not self.has_met:
+        if self.is_coordinator and not self.session:
+            self._open(timeout_s)
+        while not self.has_met and not self.is_coordinator:
             token = self.keys.get("session", timeout_s)
             if token is None:
                 wait("session")
@@ -117,22 +119,20 @@ class Lane:
             session = token.decode()
             if session == self.session:
                 return
-            if session.rpartition("-")[2] != _incarnation():
-                wait(f"{session}/superseded")
-                continue
-            nonce = self._nonce.encode()
-            if self.keys.set_first(f"{session}/join/{self.rank}", nonce, timeout_s) == nonce:
-                self._enter(session)
-                return
-            # A process of this rank that is gone was in that session.
+            if session.rpartition("-")[2] == _restart_count():
+                slot, nonce = f"{session}/join/{self.rank}", self._nonce.encode()
+                if self.keys.set_first(slot, nonce, timeout_s) == nonce:
+                    self._enter(session)
+                    return
+            # An earlier process of this rank was in that session.
             wait(f"{session}/superseded")
 
     def _open(self, timeout_s: float) -> None:
-        """Make a session; release those that wait in the session before.
+        """Make a session; release the ranks that wait in the session before.
 
         Repeated by the next call if a request fails.
         """
-        session = f"{self._nonce}-{_incarnation()}"
+        session = f"{self._nonce}-{_restart_count()}"
         token = self.keys.get("session", timeout_s)
         if token is not None and token.decode() != session:
             self._old_session = token
@@ -140,18 +140,18 @@ class Lane:
         if self._old_session is not None:
             old = self._old_session.decode()
             self.keys.set_surely(f"{old}/superseded", session.encode(), timeout_s)
-            number, is_open = 1, False
-            while not is_open:
-                # A rank of this incarnation may wait under any number up to the first open one.
-                first_round = self._round_of(old, number, 1)
-                is_open = not first_round.is_decided(timeout_s)
+            number, has_verdict = 1, True
+            while has_verdict:
+                # A rank of this incarnation may wait under any number up to the first without one.
+                first_round = self.round(f"{old}/{number}", 1)
+                has_verdict = first_round.read_verdict(timeout_s) is not None
                 first_round.release(Superseded(), timeout_s)
                 number += 1
         self._enter(session)
 
     def _enter(self, session: str) -> None:
         self.session, self.number, self._met_number = session, 0, 0
-        self.own_identities.clear()
+        self.identities.clear()
         self._unreported = [
             _Unreported(number=number, round_number=0, release=failed)
             for number, failed in enumerate(self._ended, 1)
@@ -164,18 +164,18 @@ class Lane:
         token = self.keys.get("session", timeout_s)
         return token is not None and token.decode() != self.session
 
-    def met(self, processes: Mapping[int, RankProcess] | None) -> None:
-        """Note that all ranks have met in the present operation."""
+    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
+        """Note that all ranks have met in the present operation, and processes of this host."""
         self.has_met = True
-        self.processes = processes or self.processes
+        self.processes = {**self.processes, **processes}
         self._met_number = self.number
-        self.own_identities.clear()
+        self.identities.clear()
         self._ended.clear()
 
-    # Calls that the other ranks have not heard of.
+    # Calls that were not reported to the other ranks.
 
-    def ended(self, failed: Failed) -> None:
-        """Note that a call of this rank failed; the lane must be told of each before all met."""
+    def note_ended(self, failed: Failed) -> None:
+        """Note that a call of this rank failed: it counts in the session where all ranks meet."""
         if not self.has_met:
             self._ended.append(failed)
 
@@ -194,49 +194,54 @@ class Lane:
         )
 
     def report_earlier(self, timeout_s: float) -> None:
-        """Write what earlier calls could not: other ranks may still wait for it.
+        """Write the releases that earlier calls could not write: other ranks may wait for them.
 
-        An operation that went on without this rank fails in the first round that is still open.
+        An operation that continued without this rank fails in the first round that is still open.
         """
         while self._unreported:
             earlier = self._unreported[0]
             self.number = max(self.number, earlier.number)
+            first_open = earlier.round_number or 1
             if earlier.round_number:
-                owned = self._round_of(self.session, earlier.number, earlier.round_number)
+                owned = self.round(self.prefix(earlier.number), earlier.round_number)
                 owned.release(earlier.release, timeout_s)
-                if isinstance(earlier.release, Failed):
-                    # An answer that was released before may have been read.
-                    following = earlier.round_number + 1
-                    next_round = self._round_of(self.session, earlier.number, following)
-                    next_round.fail(earlier.release, timeout_s)
-            elif isinstance(earlier.release, Failed):
-                for round_number in range(1, _MAX_ROUNDS):
-                    current = self._round_of(self.session, earlier.number, round_number)
-                    if current.fail(earlier.release, timeout_s) is not None:
-                        break
-                    if self.is_coordinator and current.read_release(timeout_s) is None:
-                        # Our own claim, whose reply was lost.
-                        current.release(earlier.release, timeout_s)
-                        break
+                # Members that have read an earlier answer wait in the round after it.
+                first_open += 1
+            if isinstance(earlier.release, Failed):
+                self._fail_open_round(earlier.number, first_open, earlier.release, timeout_s)
             self._unreported.pop(0)
 
-    # Keys that are of no use any more.
+    def _fail_open_round(
+        self, number: int, first_round: int, failed: Failed, timeout_s: float
+    ) -> None:
+        for round_number in range(first_round, _MAX_ROUNDS):
+            current = self.round(self.prefix(number), round_number)
+            if current.fail(failed, timeout_s) != CLAIMED:
+                return
+            if self.is_coordinator and current.read_release(timeout_s) is None:
+                # This rank's own claim, whose reply was lost.
+                current.release(failed, timeout_s)
+                return
 
-    def own(self, *keys: str) -> None:
+    # Keys of operations that are over.
+
+    def own(self, *keys: str, size_bytes: int = 0) -> None:
         """Note keys of the present operation, which this rank removes later."""
-        self._old_keys += [(self.number, key) for key in keys]
+        self._old_keys.update({(self.number, key): size_bytes for key in keys})
 
     def delete_old(self, timeout_s: float) -> None:
         """Remove keys of operations before the present one, in which all ranks have met.
 
-        Before that a release must stay: a rank may come to it several operations late.
+        Before that a release must stay: a rank may read it several operations late.
         """
         with contextlib.suppress(LostStoreError):
-            while self._old_keys and self._old_keys[0][0] < self.number:
-                self.keys.delete(self._old_keys[0][1], min(timeout_s, _DELETE_S))
-                self._old_keys.pop(0)
+            for (number, key), size_bytes in list(self._old_keys.items()):
+                if number >= self.number:
+                    break
+                self.keys.delete(key, min(timeout_s, _DELETE_S), size_bytes=size_bytes)
+                del self._old_keys[number, key]
 
 
-def _incarnation() -> str:
+def _restart_count() -> str:
     """Return how often torchrun has restarted the job, the same on all ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Protocol
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Phase
@@ -28,10 +27,7 @@ _STOP_S = 0.25
 """How long an operation that ends waits for its failure detector."""
 
 _NUDGE_S = 0.02
-"""How long the phases that begin within a moment share one heartbeat."""
-
-_GROUP_KEYS, _MAX_SPLIT = 64, 4
-"""How many heartbeats are looked for together, and how many incomplete groups a look splits."""
+"""Phases that begin within this time share one heartbeat."""
 
 WORKER_BEAT_S = 1.0
 """How often the worker process of a rank sends a heartbeat of its own."""
@@ -39,28 +35,31 @@ WORKER_BEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """The process that speaks for a rank; `host` tells hosts and pid namespaces apart."""
+    """The process of a rank; `host` is the name of a host and pid namespace."""
 
-    host: tuple[str, str, int]
+    host: str
     pid: int
 
     @classmethod
     def own(cls) -> RankProcess | None:
-        """Return this process; None where hosts cannot be told apart."""
+        """Return this process; None if its host cannot be identified."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
             namespace = Path("/proc/self/ns/pid").stat().st_ino
         except OSError:
             return None
-        return cls(host=(socket.gethostname(), boot, namespace), pid=os.getpid())
+        return cls(host=f"{socket.gethostname()} {boot} {namespace}", pid=os.getpid())
 
 
 class LocalProcesses:
     """Processes of other ranks on this host; a descriptor of each becomes ready when it ends."""
 
-    def __init__(self, processes: Mapping[int, RankProcess]) -> None:
+    def __init__(self) -> None:
         self._rank_of: dict[int, int] = {}  # by descriptor
         self._ended: list[int] = []
+
+    def add(self, processes: Mapping[int, RankProcess]) -> None:
+        """Watch the processes of this host among `processes`, by rank."""
         own = RankProcess.own()
         for rank, process in processes.items():
             if own is None or process.host != own.host or process.pid == own.pid:
@@ -81,7 +80,7 @@ class LocalProcesses:
         """Return the ranks whose process has ended, each once."""
         ended, self._ended = self._ended, []
         for descriptor in wait(self.descriptors, 0):
-            assert isinstance(descriptor, int)  # noqa: S101  # what was passed
+            assert isinstance(descriptor, int)  # noqa: S101  # as passed
             os.close(descriptor)
             ended.append(self._rank_of.pop(descriptor))
         return ended
@@ -115,7 +114,7 @@ class RankProgress:
 class Heartbeats:
     """Progress of this rank, and of others as they report it; safe in any thread.
 
-    Ranks are global ranks. `number` is that of the operation: a heartbeat of an earlier one is
+    Ranks are global ranks. `number` is that of the operation: heartbeats of earlier ones are
     ignored.
     """
 
@@ -129,15 +128,15 @@ class Heartbeats:
         self._moved_s = self._since_s = time.monotonic()
         self._counter = itertools.count()
         self._others: dict[int, RankProgress] = {}
-        # The slowest rank, as another rank relays it. It does not count as a heartbeat: two ranks
-        # that relay each other's news would keep a dead one alive.
+        # The relayed progress of the slowest rank. It does not count as a heartbeat: two ranks that
+        # relay a dead rank's progress to each other would keep it alive.
         self._relayed: RankProgress | None = None
 
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
             self._own = replace(self._own, phase=phase)
-            # The commit moves no bytes: what was written stays on show.
+            # The commit moves no bytes: the written bytes stay visible.
             if phase != "commit":
                 self._own = replace(self._own, done_bytes=0, total_bytes=total_bytes, done_files=0)
             self._moved_s = time.monotonic()
@@ -170,7 +169,7 @@ class Heartbeats:
         with self._lock:
             every = [own, *self._others.values()]
         slowest = max(every, key=lambda progress: (progress.left_bytes, progress.idle_s))
-        # Idle until now: the receiver takes the time of arrival for that of the heartbeat.
+        # Idle until now: the receiver uses the time of arrival.
         slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
         return pickle.dumps((self.number, next(self._counter), own, slowest))
 
@@ -180,8 +179,8 @@ class Heartbeats:
         number: int = pickle.loads(packed)[0]  # noqa: S301  # our own ranks
         return number
 
-    def hear(self, packed: bytes) -> bool:
-        """Take in a heartbeat of another rank; return whether it is of this operation."""
+    def receive(self, packed: bytes) -> bool:
+        """Note a heartbeat of another rank; return whether it is of this operation."""
         number, _, progress, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
         if number < self.number:
             return False
@@ -200,39 +199,30 @@ class Heartbeats:
             return {**relayed, **self._others, own.rank: own}
 
     def describe(self, rank: int) -> str:
-        """Return one phrase on what is known of a rank, for an error."""
+        """Return one phrase on the last progress of a rank, for an error."""
         with self._lock:
             last, now_s = self._others.get(rank), time.monotonic()
         if last is None:
-            return f"rank {rank} (no sign of life in {now_s - self._since_s:.1f} s)"
+            return f"rank {rank} (no heartbeat in {now_s - self._since_s:.1f} s)"
         return (
-            f"rank {rank} (process {last.pid} on {last.host}; last heard "
+            f"rank {rank} (process {last.pid} on {last.host}; last heartbeat "
             f"{now_s - last.heard_s:.1f} s ago in the {last.phase} phase with {last.done_bytes} "
             f"of {last.total_bytes} bytes done, without progress for {last.idle_s:.1f} s then)"
         )
 
 
-class DetectorListener(Protocol):
-    """What a failure detector asks and reports; called in the detector's thread."""
-
-    def needs(self, rank: int) -> bool:
-        """Return whether the operation still needs something of this rank."""
-
-    def ranks_lost(self, ranks: Sequence[int], how: str) -> None:
-        """Take note that ranks are dead or silent."""
-
-    def detection_failed(self, error: CheckpointError) -> None:
-        """Take note that this rank cannot watch the others any more."""
-
-
 class FailureDetector:
     """A thread that sends this rank's heartbeats and watches those of other ranks.
 
-    The coordinator watches all ranks, the others the coordinator. Processes of the same host are
-    watched through descriptors, so their end is noticed at once. A rank counts as silent after a
-    number of looks without a new heartbeat, each a fresh read. Looks, not seconds: a process that
-    was stopped itself reads what has arrived meanwhile before it judges. The worker process of a
-    rank sends heartbeats, too, so that a trainer that is busy in C code is not taken for dead.
+    The members watch the coordinator; the coordinator watches all members once they have met.
+    Processes of the same host are watched through descriptors, so their end is noticed at once. A
+    rank counts as silent after a number of looks without a new heartbeat, each a fresh read. Looks,
+    not seconds: a process that was stopped itself reads what has arrived meanwhile before it
+    judges. The worker process of a rank sends heartbeats, too, so that a trainer that is busy in C
+    code does not count as dead.
+
+    `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each look;
+    `on_error` once this rank cannot watch any more; both in the detector's thread.
 
     Requests: per beat (`beat_s`) each rank sets one key and reads one; the coordinator reads one
     key of each rank, 256 in a request. That is `2 * world_size / beat_s` small requests a second,
@@ -244,9 +234,10 @@ class FailureDetector:
     def __init__(
         self,
         keys: KeyValues,
-        listener: DetectorListener,
         heartbeats: Heartbeats,
         *,
+        on_lost: Callable[[Sequence[int], str], None],
+        on_error: Callable[[CheckpointError], None],
         rank: int,
         world_size: int,
         key_of: Callable[[int], str],
@@ -255,20 +246,21 @@ class FailureDetector:
         name: str,
     ) -> None:
         self._keys = keys
-        self._listener = listener
         self._heartbeats = heartbeats
+        self._on_lost = on_lost
+        self._on_error = on_error
         self._rank = rank
+        self._world_size = world_size
         self._key_of = key_of
-        self._processes = LocalProcesses(processes)
+        self._processes = LocalProcesses()
+        self._processes.add(processes)
         self._silence_s = silence_s
         self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
         self._allowed_looks = math.ceil(silence_s / self._beat_s)
-        self._watched = range(1, world_size) if rank == COORDINATOR else range(1)
-        self._silent_looks = dict.fromkeys(self._watched, 0)
-        self._values: dict[str, bytes] = {}
+        self._silent_looks: dict[int, int] = {}
+        self._values: dict[int, bytes] = {}
         self._worker_values: dict[int, bytes] = {}
-        self._has_heard: set[int] = set()
-        self._is_met = False
+        self._has_met = False
         self._ended = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.RLock()
@@ -279,9 +271,16 @@ class FailureDetector:
             self._close()
             raise
 
-    def all_have_met(self) -> None:
-        """From now on a rank without any heartbeat counts as silent, too."""
-        self._is_met = True
+    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
+        """Note that all ranks have met, and watch `processes`, which were not known before.
+
+        A rank without any heartbeat counts as silent from now on.
+        """
+        self._has_met = True
+        with self._lock:
+            if self._wake_write >= 0:
+                self._processes.add(processes)
+        self.nudge()
 
     def nudge(self) -> None:
         """Send a heartbeat soon, as this rank has begun a phase; from any thread."""
@@ -301,15 +300,14 @@ class FailureDetector:
         except LostStoreError as error:
             if self._ended.is_set():
                 return
-            # The coordinator may host the store, and its end is what matters.
+            # The coordinator may host the store, and its end is the cause.
             if COORDINATOR in self._processes.take_ended():
-                self._listener.ranks_lost([COORDINATOR], "died")
+                self._on_lost([COORDINATOR], "died")
             else:
-                self._listener.detection_failed(error)
-        except Exception as error:  # nobody else would notice that this thread ended
+                self._on_error(error)
+        except Exception as error:  # no other thread would notice that this one ended
             log.exception("The failure detector of rank %d failed.", self._heartbeats.rank)
-            message = f"{type(error).__name__}: {error}"
-            self._listener.detection_failed(CheckpointError(message))
+            self._on_error(CheckpointError(f"{type(error).__name__}: {error}"))
         finally:
             self._close()
 
@@ -337,9 +335,10 @@ class FailureDetector:
                 if not has_ended:
                     self._send()
             for rank in self._processes.take_ended():
-                self._hear(rank)
-                if self._listener.needs(rank):
-                    self._listener.ranks_lost([rank], "died")
+                packed = self._keys.get(self._key_of(rank), self._silence_s)
+                if packed is not None and packed != self._values.get(rank):
+                    self._heartbeats.receive(packed)
+                self._on_lost([rank], "died")
 
     def _send(self) -> None:
         key = self._key_of(self._rank)
@@ -347,50 +346,38 @@ class FailureDetector:
 
     def _look(self) -> None:
         """Read the heartbeats of the watched ranks; report those that are silent for too long."""
-        news = self._news(self._watched)
+        watched = range(1)
+        if self._rank == COORDINATOR:
+            # Before all have met, most ranks of a large job have no heartbeat yet.
+            watched = range(1, self._world_size if self._has_met else 1)
+        beating = self._find_beating(watched)
         silent = []
-        for rank in self._watched:
-            if rank in news:
-                self._silent_looks[rank] = 0
-                self._has_heard.add(rank)
-            elif self._is_met or rank in self._has_heard:
-                self._silent_looks[rank] += 1
-            if self._silent_looks[rank] > self._allowed_looks and self._is_silent(rank):
+        for rank in watched:
+            if rank in beating or not (self._has_met or rank in self._silent_looks):
+                continue
+            self._silent_looks[rank] = self._silent_looks.get(rank, 0) + 1
+            if self._silent_looks[rank] > self._allowed_looks and self._is_worker_silent(rank):
                 silent.append(rank)
-        silent = [rank for rank in silent if self._listener.needs(rank)]
         if silent:
-            how = f"gave no sign of life for {self._silence_s:g} s"
-            self._listener.ranks_lost(silent, how)
+            self._on_lost(silent, f"gave no sign of life for {self._silence_s:g} s")
 
-    def _news(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks that have sent a heartbeat since the last look."""
+    def _find_beating(self, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks that have sent a heartbeat of this operation since the last look."""
         rank_of = {self._key_of(rank): rank for rank in ranks}
-        self._find_new([key for key in rank_of if key not in self._values])
         # A heartbeat's key is never deleted in a session.
-        keys = [key for key in rank_of if key in self._values]
-        values = dict(zip(keys, self._keys.get_many(keys, self._silence_s), strict=True))
-        changed = [key for key, value in values.items() if self._values[key] != value]
-        self._values |= values
-        return {rank_of[key] for key in changed if self._heartbeats.hear(values[key])}
+        new = [key for key, rank in rank_of.items() if rank not in self._values]
+        absent = {*new} - {*self._keys.present(new, self._silence_s)}
+        keys = [key for key in rank_of if key not in absent]
+        beating = set()
+        for key, value in zip(keys, self._keys.get_many(keys, self._silence_s), strict=True):
+            rank = rank_of[key]
+            if self._values.get(rank) != value and self._heartbeats.receive(value):
+                beating.add(rank)
+                self._silent_looks[rank] = 0
+            self._values[rank] = value
+        return beating
 
-    def _find_new(self, keys: Sequence[str]) -> None:
-        """Note which heartbeats exist by now; of thousands that do not, a few groups a look."""
-        split_count = 0
-        for at in range(0, len(keys), _GROUP_KEYS):
-            group = keys[at : at + _GROUP_KEYS]
-            if not self._keys.has_all(group, self._silence_s):
-                split_count += 1
-                if split_count > _MAX_SPLIT:
-                    continue
-                group = self._keys.present(group, self._silence_s)
-            self._values |= dict.fromkeys(group, b"")
-
-    def _hear(self, rank: int) -> None:
-        packed = self._keys.get(self._key_of(rank), self._silence_s)
-        if packed is not None:
-            self._heartbeats.hear(packed)
-
-    def _is_silent(self, rank: int) -> bool:
+    def _is_worker_silent(self, rank: int) -> bool:
         """Return whether the rank's worker process is silent, too."""
         keys, key = worker_keys(self._keys.client), self._key_of(rank)
         before, value = self._worker_values.get(rank), keys.get(key, self._silence_s)

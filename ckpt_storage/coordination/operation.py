@@ -1,32 +1,33 @@
-"""One operation of all ranks: phases, rounds, heartbeats, and giving up together.
+"""One operation of all ranks: phases, rounds, heartbeats, and a failure that all ranks share.
 
-No collective takes part. A collective waits as long as its group says, cannot be woken, names
-nobody and leaves its group broken. Here a thread waits for the next release in the key-value store,
-so that a failure anywhere reaches a rank that waits, and one that works.
+No collective takes part. A collective waits as long as its group's timeout, cannot be cancelled,
+names no rank and leaves its group broken. Here a thread waits for the next release in the key-value
+store, so that a failure anywhere reaches a rank that waits, and a rank that works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .conversation import Conversation
 from .coordinator import Coordinator
 from .failures import ranks_lost_error
-from .identity import Identity, find_disagreement
+from .identity import Identity
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
 from .liveness import FailureDetector, Heartbeats, RankProcess
 from .member import Member
+from .operation_rounds import OperationRounds
 from .phases import Phases
-from .rounds import ByRank, Failed, LateRanksError, NumberGivenUpError, SupersededError
+from .rendezvous import Arrival, Rendezvous, read_local_processes
+from .rounds import ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
 
@@ -37,21 +38,11 @@ _MEMBER_GRACE_S = 3.0
 """How long after its deadline a rank gives up waiting."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arrival:
-    """What a rank sends in the first round."""
-
-    identity: Identity
-    terms: Mapping[str, str]
-    value: Any
-    process: RankProcess | None
-
-
 class Operation:
     """One save, load or export of all ranks, as one rank sees it.
 
     All ranks call `meet` first, and then the same rounds (`exchange`, `all_gather`, `barrier`,
-    `broadcast`, or `gather` and then `broadcast`) in the same order, in one thread; values travel
+    `broadcast`, or `gather` and then `broadcast`) in the same order, in one thread; values are
     pickled, except the coordinator's own. Safe in any thread: `failure`, `failed`, `advanced`,
     `expect`, `progress`.
 
@@ -79,9 +70,9 @@ class Operation:
             what, timeouts, self, rank=self.global_rank, world_size=lane.world_size
         )
         self._phases.grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
-        self._talk = Conversation(lane, self._phases)
-        self._member = Member(self._talk)
-        self._coordinator = Coordinator(self._talk)
+        self._rounds = OperationRounds(lane, self._phases)
+        self._member = Member(self._rounds, self._describe_coordinator)
+        self._coordinator = Coordinator(self._rounds)
         self._detector: FailureDetector | None = None
         self._has_met = False
 
@@ -100,55 +91,51 @@ class Operation:
         return self._phases.deadline
 
     @property
-    def id(self) -> str:
-        """What this operation is known by among its ranks; empty before they have met."""
-        return f"{self.lane.session}/{self.lane.number}" if self._has_met else ""
-
-    @property
     def verdict(self) -> CheckpointError | None:
         """The error that was reported first, the same on all ranks, once the operation is over."""
-        return self._talk.verdict
+        return self._rounds.verdict
 
     def identify(self, identity: Identity) -> None:
-        """Say what this operation is about, so that a failure from now on fails it and no other."""
-        self._talk.identity = identity
+        """Set the identity: a failure from now on fails this operation and no other."""
+        self._rounds.identity = identity
 
     # Failures.
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
-        return self._talk.failure or self._talk.loss
+        return self._rounds.failure or self._rounds.loss
 
     def failed(self, error: CheckpointError) -> None:
-        """Fail the operation on all ranks; as `Conversation.fail`."""
-        self._talk.fail(error)
+        """Fail the operation on all ranks; as `OperationRounds.fail`."""
+        self._rounds.fail(error)
 
     def report(self, error: CheckpointError) -> None:
-        """Report a failure that this rank does not raise, in place of the one that it does."""
-        self._talk.report(error)
+        """Report `error` to the other ranks in place of the exception that this rank raises."""
+        self._rounds.report(error)
 
     def set_local_failure(self, local_failure: Callable[[], CheckpointError | None]) -> None:
-        """Have waits end when `local_failure()` says that this rank cannot go on."""
-        self._talk.local_failure = local_failure
+        """Let waits end when `local_failure()` returns why this rank cannot go on."""
+        self._rounds.local_failure = local_failure
 
-    def needs(self, rank: int) -> bool:
-        """Return whether this rank still waits for something of another one."""
-        return self._talk.needs(rank)
-
-    def ranks_lost(self, ranks: Sequence[int], how: str) -> None:
-        """Report ranks of the group that are dead or silent."""
+    def _report_lost_ranks(self, ranks: Sequence[int], how: str) -> None:
+        """Fail the operation if it needs ranks that are dead or silent."""
+        ranks = [rank for rank in ranks if self._rounds.needs(rank)]
+        if not ranks:
+            return
         names = self.lane.names_of(ranks)
         known = {name: self.heartbeats.describe(name) for name in names}
         last = self.progress().get(names[0])
         phase = self.deadline.phase if last is None else last.phase
-        if not self._has_met:
+        if how == "died" and not self._has_met:
             known = dict.fromkeys(names, "its process has ended")
         error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
-        self._talk.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
+        self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
 
-    def detection_failed(self, error: CheckpointError) -> None:
-        """Take note that this rank cannot watch the others any more."""
-        self._talk.lose(error)
+    def _describe_coordinator(self) -> str:
+        """Return what is known of a coordinator that is late, for an error."""
+        if self._has_met:
+            return f": {self.heartbeats.describe(self.coordinator_rank)}"
+        return self.lane.find_elsewhere([COORDINATOR], self._phases.patience_s)
 
     # Phases.
 
@@ -172,44 +159,42 @@ class Operation:
         value: Any = None,  # noqa: ANN401  # of any kind
         decide: Callable[[list[Any]], Any] = lambda _: None,
     ) -> Any:  # noqa: ANN401  # what `decide` returned
-        """Wait for all ranks, check that they mean the same, and `exchange`; the first round.
+        """Wait for all ranks, compare their operations, and `exchange`; the first round.
 
-        `terms` maps the name of all else that ranks must share to its value, as text. A rank that
-        finds its number given up for another `identity` tries the next number, within the time it
+        `terms` are further values that ranks must share: name to value, as text. A rank that
+        finds its number abandoned for another `identity` tries the next number, within the time it
         has. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
-        talk = self._talk
-        identity = talk.identity = (
-            identity or talk.identity or Identity(kind=kind_of(self.what), url=self.what)
+        rounds = self._rounds
+        identity = rounds.identity = (
+            identity or rounds.identity or Identity(kind=kind_of(self.what), url=self.what)
         )
         self.phase("plan")
         if self.world_size == 1:
-            talk.raise_pending()
+            rounds.raise_failure()
             self._has_met = True
             return ByRank.answer_for(COORDINATOR, decide([value]))
-        arrival = _Arrival(
+        arrival = Arrival(
             identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
         )
         packed = b"" if self.is_coordinator else pickle.dumps(arrival)
-        while True:
-            try:
-                talk.begin_number()
+        while not self._has_met:
+            with contextlib.suppress(NumberAbandonedError):
+                rounds.begin_number()
                 self._detect_failures()
-                talk.raise_pending()
+                rounds.raise_failure()
                 if self.is_coordinator:
-                    answer, processes = self._lead_first_round(arrival, decide)
+                    answer = Rendezvous(rounds, self._coordinator).decide(arrival, decide)
                 else:
                     self._member.arrive(packed)
-                    answer, processes = self._member.await_release()
-            except (NumberGivenUpError, SupersededError):
-                continue
-            self._has_met = True
-            self._talk.describe = lambda name: f": {self.heartbeats.describe(name)}"
-            self.lane.met(processes)
-            assert self._detector is not None  # noqa: S101  # made with the number
-            self._detector.all_have_met()
-            return answer
+                    answer = self._member.await_release()
+                self._has_met = True
+        new_processes = {} if self.lane.has_met else read_local_processes(rounds)
+        self.lane.note_met(new_processes)
+        assert self._detector is not None  # noqa: S101  # made with the number
+        self._detector.note_met(new_processes)
+        return answer
 
     def _detect_failures(self) -> None:
         """Send heartbeats, and watch the other ranks, from now on."""
@@ -217,8 +202,9 @@ class Operation:
         if self._detector is None:
             self._detector = FailureDetector(
                 self.lane.keys,
-                self,
                 self.heartbeats,
+                on_lost=self._report_lost_ranks,
+                on_error=self._rounds.lose,
                 rank=self.rank,
                 world_size=self.world_size,
                 key_of=self.lane.heartbeat_key,
@@ -226,73 +212,6 @@ class Operation:
                 silence_s=self.timeouts.silence,
                 name=f"ckpt-storage watch: {self.what}",
             )
-
-    def _lead_first_round(
-        self, arrival: _Arrival, decide: Callable[[list[Any]], Any]
-    ) -> tuple[Any, Mapping[int, RankProcess] | None]:
-        """Collect what the ranks came for; decide for all of them, or give the number up."""
-        arrivals: dict[int, _Arrival] = {self.rank: arrival}
-        late: CheckpointError | None = None
-        try:
-            arrivals |= self._coordinator.collect()
-        except LateRanksError as error:
-            arrivals |= error.payloads
-            known = self.lane.find_elsewhere(error.missing, self._phases.patience_s)
-            late = self._phases.late(self.lane.names_of(error.missing), "not come", known)
-        self._give_up_if_different(arrivals, is_complete=late is None)
-        if late is not None:
-            raise late
-        self._coordinator.claim()
-        # The processes of a session do not change, so they are shared once.
-        processes = None if self.lane.has_met else _processes_by_rank(arrivals)
-        values = [arrivals[rank].value for rank in range(self.world_size)]
-        # Payloads of all ranks are large; no reference to them is kept here.
-        del arrivals
-        decision = decide(values)
-        del values
-        return self._coordinator.answer(_with_processes(decision, processes))  # type: ignore[no-any-return]  # a pair
-
-    def _give_up_if_different(self, arrivals: Mapping[int, _Arrival], *, is_complete: bool) -> None:
-        """Give the number up if ranks came for different operations, or disagree on their terms.
-
-        Raises why this rank fails, or `_NumberGivenUpError` if it goes on under the next number.
-        """
-        names = self.lane.names
-        phase = "load" if kind_of(self.what) == "the load" else "plan"
-        identities = {names[rank]: one.identity for rank, one in sorted(arrivals.items())}
-        terms = {names[rank]: one.terms for rank, one in sorted(arrivals.items())}
-        given_up = find_disagreement(
-            identities,
-            terms,
-            read_earlier=self._read_earlier,
-            phase=phase,
-            is_complete=is_complete,
-        )
-        if given_up is None:
-            return
-        failed = Failed(
-            rank=self.global_rank,
-            error=given_up.error,
-            identity=given_up.identity,
-            is_decision=True,
-        )
-        self._coordinator.give_up(failed)
-
-    def _read_earlier(self) -> list[Mapping[int, Identity]]:
-        """Return what ranks came for under each number that failed since all ranks met."""
-        lane, earlier = self.lane, list[Mapping[int, Identity]]()
-        for number in lane.failed_numbers():
-            first_round = lane.first_round_of(number)
-            ranks = first_round.arrived(self._talk.others, self._phases.patience_s)
-            payloads = first_round.payloads(ranks, self._phases.patience_s)
-            identities = {
-                lane.names[rank]: pickle.loads(packed).identity  # noqa: S301  # our own ranks
-                for rank, packed in zip(ranks, payloads, strict=True)
-            }
-            if (own := lane.own_identities.get(number)) is not None:
-                identities[self.global_rank] = own
-            earlier.append(identities)
-        return earlier
 
     # Later rounds.
 
@@ -312,7 +231,9 @@ class Operation:
         further round follows. Raises why the operation failed, `PhaseTimeoutError` naming ranks.
         """
         if is_commit:
-            self._talk.begin_commit()
+            with self._rounds.changed:
+                # It cannot be failed once the coordinator has claimed it.
+                self._rounds.is_commit = True
         values = self.gather(value)
         if not self.is_coordinator:
             return self._member.await_release()
@@ -325,20 +246,20 @@ class Operation:
 
         Others return at once. `broadcast` must follow: it ends the round.
         """
-        self._talk.raise_failure()
+        self._rounds.raise_failure()
         if self.world_size == 1:
             return [value]
         if not self.is_coordinator:
             self._member.arrive(pickle.dumps(value))
             return []
-        try:
-            values: dict[int, _T] = self._coordinator.collect()
-        except LateRanksError as error:
-            names = self.lane.names_of(error.missing)
+        values: dict[int, _T] = self._coordinator.collect()
+        missing = [rank for rank in self._rounds.others if rank not in values]
+        if missing:
+            names = self.lane.names_of(missing)
             known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not ended it", f": {known}") from None
+            raise self._phases.late(names, "not ended it", f": {known}")
         self._coordinator.claim()
-        return [value, *(values[rank] for rank in self._talk.others)]
+        return [value, *(values[rank] for rank in self._rounds.others)]
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
@@ -351,7 +272,7 @@ class Operation:
         return self.exchange(value, list)  # type: ignore[no-any-return]  # what `list` returns
 
     def barrier(self, *, is_last: bool = False) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         self.exchange(None, lambda _: None, is_last=is_last)
 
     # The end.
@@ -363,7 +284,7 @@ class Operation:
         """
         is_acknowledged = False
         try:
-            is_acknowledged = self._talk.finish(error)
+            is_acknowledged = self._rounds.finish(error)
         except LostStoreError as lost_store:
             log.warning("After %s: %s", self.what, lost_store)
         finally:
@@ -371,7 +292,7 @@ class Operation:
             self.is_void = self.is_void and is_acknowledged
             if self._detector is not None:
                 self._detector.stop()
-            self._talk.close()
+            self._rounds.close()
             if self._has_met and self.world_size > 1 and error is None:
                 self.lane.delete_old(self._phases.patience_s)
 
@@ -379,27 +300,3 @@ class Operation:
 def kind_of(what: str) -> str:
     """Return the kind of an operation: "the save" of "the save to s3://..."."""
     return " ".join(what.split()[:2])
-
-
-def _processes_by_rank(arrivals: Mapping[int, _Arrival]) -> list[dict[int, RankProcess]]:
-    """Return for each rank the processes of its host, by rank."""
-    by_host: dict[object, dict[int, RankProcess]] = {}
-    for rank, arrival in arrivals.items():
-        if arrival.process is not None:
-            by_host.setdefault(arrival.process.host, {})[rank] = arrival.process
-    return [
-        {} if process is None else by_host[process.host]
-        for process in (arrivals[rank].process for rank in range(len(arrivals)))
-    ]
-
-
-def _with_processes(
-    decision: Any,  # noqa: ANN401  # as `decide` returns
-    processes: Sequence[Mapping[int, RankProcess]] | None,
-) -> Any:  # noqa: ANN401  # pairs of an answer and processes
-    if isinstance(decision, ByRank):
-        others: Sequence[Any] = processes or [None] * len(decision.answers)
-        return ByRank(list(zip(decision.answers, others, strict=True)))
-    if processes is None:
-        return decision, None
-    return ByRank([(decision, of_rank) for of_rank in processes])

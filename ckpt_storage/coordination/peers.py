@@ -47,12 +47,12 @@ class Peers:
 
         Raises `RankFailedError`, `PhaseTimeoutError`.
         """
-        operation, lane = self._operation, self._operation.lane
+        lane = self._operation.lane
         timeout = timedelta(seconds=max(1.0, min(limit_s, deadline.remaining_s())))
 
         def make() -> dist.ProcessGroupGloo:
             # Over a connection of its own: gloo waits on it.
-            prefix = lane.keys.name_of(f"{operation.id}/peers")
+            prefix = lane.keys.name_of(f"{lane.prefix()}/peers")
             store = dist.PrefixStore(prefix, lane.keys.client.connect())
             return dist.ProcessGroupGloo(store, lane.rank, lane.world_size, timeout)
 
@@ -63,7 +63,7 @@ class Peers:
         self._move("send", f"Sending to rank {to}", to, data, tag, deadline)
 
     def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
-        """Fill `into` (writable) with what rank `source` sends under `tag`, of that length."""
+        """Receive the data that rank `source` sends under `tag`, as long as `into`, into it."""
         self._move("recv", f"Receiving from {source}", source, into, tag, deadline)
 
     def _move(
@@ -71,11 +71,11 @@ class Peers:
     ) -> None:
         group, tensor = self._group, torch.frombuffer(data, dtype=torch.uint8)
         if group is None:
-            # Another thread's call broke the group; why it broke is what is to be raised.
+            # Another thread's call broke the group; raise the reason for that.
             raise self._broken(deadline, "Reaching the other ranks")
         # One that times out in gloo itself breaks the group; the margin lets ours be first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
-        # The beginning fails, too, once the peer is known to be gone.
+        # The call itself fails, too, once the peer is known to be gone.
         self._run(
             lambda: getattr(group, name)([tensor], rank, tag).wait(limit), deadline, what, rank
         )
@@ -99,7 +99,7 @@ class Peers:
             failures={} if rank is None else {rank: str(error)},
             rank=rank,
             phase=deadline.phase,
-            next_step="See what became of that rank.",
+            next_step="Look at the log of that rank.",
         )
 
     def _run(

@@ -1,4 +1,4 @@
-"""The phases of one operation on one rank: deadlines, and what is said of ranks that are late."""
+"""The phases of one operation on one rank: deadlines, and messages about ranks that are late."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MIN_PATIENCE_S, _EXTRA_PATIENCE_S = 0.5, 1.0
 """Bounds of how long one request may take before the store counts as lost."""
 
 _LOG_S = 60.0
-"""How often a rank that waits for others logs who is missing."""
+"""How often a waiting rank logs which ranks are missing."""
 
 
 class Phases:
     """The deadline of the present phase, and how long requests and waits may last in it.
 
-    `grace_s`: how long after the deadline this rank gives up. A late rank should name itself first,
-    then the coordinator name it, then the other members.
+    `grace_s`: how long after the deadline this rank gives up: a late rank reports first, then the
+    coordinator names it, then the other members do.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Phases:
         return max(_MIN_PATIENCE_S, min(self.timeouts.silence, left_s))
 
     def late(self, ranks: Sequence[int], did_not: str, known: str = "") -> PhaseTimeoutError:
-        """Return the error that says what global ranks have not done by the deadline."""
+        """Return the error that names global ranks and what they have not done by the deadline."""
         deadline, verb = self.deadline, "has" if len(ranks) == 1 else "have"
         return PhaseTimeoutError(
             f"{name_ranks(ranks)} of the group's {self._world_size} {verb} {did_not} within "
@@ -72,11 +72,11 @@ class Phases:
 
     @property
     def log_s(self) -> float:
-        """When to log next who is missing: once a minute, and four times before the deadline."""
+        """When to log the missing ranks next: once a minute, and four times before the deadline."""
         return self._logged_s + min(_LOG_S, self.deadline.timeout_s / 5)
 
     def log_late(self, ranks: Callable[[], Sequence[int]]) -> None:
-        """Log which global ranks this one waits for, if it is time to."""
+        """Log which global ranks this rank waits for, if it is time to."""
         if time.monotonic() < self.log_s:
             return
         self._logged_s = time.monotonic()

@@ -2,11 +2,11 @@
 
 Each round has these keys in the store that ranks share:
 
-`from/RANK`  what a member sends; written by that member, before it counts itself in `count`.
+`from/RANK`  the payload of a member; written before the member adds itself to `count`.
 `all`        wakes the coordinator: written by the last member that arrives, or by a rank that
              fails.
-`verdict`    who decides the round, by compare-and-set: the coordinator once all have arrived, or
-             the first rank that failed, with its error.
+`verdict`    written once, by compare-and-set: by the coordinator, which claims the round once all
+             have arrived, or by the first rank that fails, with its error.
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every member waits for this key alone.
 
@@ -16,13 +16,12 @@ The owner of the verdict writes the release. So an operation cannot both fail an
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError
 
@@ -36,17 +35,16 @@ _COORDINATOR = b"coordinator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A release: the round failed with the error of global rank `rank`.
+    """A verdict and release: the round failed with the error of global rank `rank`.
 
-    In the first round `identity` says which operation was given up; None: whatever the ranks came
-    for. `is_decision`: the coordinator found the error when it decided for all ranks.
+    In the first round `identity` names the operation that is abandoned; None: that of each rank.
+    `is_decision`: the coordinator raised the error when it decided for all ranks.
     """
 
     rank: int
     error: CheckpointError
     identity: Identity | None = None
     is_decision: bool = False
-    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +66,21 @@ class Superseded:
 
 Release = Failed | Released | Superseded
 
+CLAIMED: Literal["claimed"] = "claimed"
+"""A verdict: the coordinator decides the round."""
+
+Verdict = Failed | Literal["claimed"]
+
 
 class UndecidedError(CheckpointError):
-    """The rank cannot see what became of a commit that may have begun; the storage can tell."""
+    """The rank does not see the outcome of a commit that may have begun; the storage shows it."""
 
 
-class NumberGivenUpError(Exception):
-    """The number was given up for another operation; the next number may be for this one."""
+class NumberAbandonedError(Exception):
+    """The number is of no use to this operation, which may take the next one.
 
-
-class SupersededError(Exception):
-    """The session belongs to an earlier incarnation of the job."""
-
-
-class LateRanksError(Exception):
-    """Some ranks have not arrived by the deadline; `payloads` are those of the others."""
-
-    def __init__(self, missing: Sequence[int], payloads: dict[int, Any]) -> None:
-        super().__init__(missing)
-        self.missing = missing
-        self.payloads = payloads
+    It was abandoned for another operation, or its session is that of an earlier incarnation.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +102,20 @@ class Round:
         self._keys = keys
         self._prefix = prefix
         self._world_size = world_size
+        self._verdict_key = f"{prefix}/verdict"
         self.release_key = f"{prefix}/release"
         self.all_key = f"{prefix}/all"
         self.arrival_key = self.arrival_key_of(rank)
         self.answer_key = f"{prefix}/to/{rank}"
-
-    @property
-    def shared_keys(self) -> list[str]:
-        """The keys that no single member owns."""
-        names = ("all", "count", "verdict", "release")
-        return [f"{self._prefix}/{name}" for name in names]
+        # No single member owns these.
+        self.shared_keys = [self.all_key, f"{prefix}/count", self._verdict_key, self.release_key]
 
     def arrival_key_of(self, rank: int) -> str:
-        """Return the key of what a member sends."""
+        """Return the key of a member's payload."""
         return f"{self._prefix}/from/{rank}"
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
-        """Send this member's payload. The count is a hint that may be lost or come twice."""
+        """Send this member's payload. The count is a hint that may be lost or counted twice."""
         keys, count = self._keys, 0
         connection = keys.client.connection
         end_s = time.monotonic() + timeout_s
@@ -133,7 +123,7 @@ class Round:
         with contextlib.suppress(LostStoreError):
             count = keys.count(f"{self._prefix}/count", timeout_s / 3)
         if count == 0 or connection is None or keys.client.connection is not connection:
-            # No reply over the same connection shows that the store has the payload.
+            # Only a reply over the same connection shows that the store has the payload.
             left_s = max(end_s - time.monotonic(), timeout_s / 3)
             keys.set_surely(self.arrival_key, payload, left_s)
         if count == self._world_size - 1:
@@ -144,65 +134,56 @@ class Round:
         rank_of = {self.arrival_key_of(rank): rank for rank in ranks}
         return [rank_of[key] for key in self._keys.present(list(rank_of), timeout_s)]
 
-    def payloads(self, ranks: Sequence[int], timeout_s: float) -> list[bytes]:
-        """Return what `ranks`, which have arrived, sent."""
-        return self._keys.get_many([self.arrival_key_of(rank) for rank in ranks], timeout_s)
+    def payloads(self, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
+        """Return the payloads of `ranks`, which have arrived."""
+        packed = self._keys.get_many([self.arrival_key_of(rank) for rank in ranks], timeout_s)
+        return {rank: _unpickled(payload) for rank, payload in zip(ranks, packed, strict=True)}
 
-    def claim(self, timeout_s: float) -> Failed | None:
-        """Let the coordinator decide this round; return the failure if a rank failed before."""
-        return self._decide(_COORDINATOR, timeout_s)
+    def claim(self, timeout_s: float) -> Verdict:
+        """Claim the round for the coordinator, unless it has a verdict; return the verdict."""
+        return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))
 
-    def is_decided(self, timeout_s: float) -> bool:
-        """Return whether the round has a verdict."""
-        return self._keys.get(f"{self._prefix}/verdict", timeout_s) is not None
+    def read_verdict(self, timeout_s: float) -> Verdict | None:
+        """Return the verdict, None if there is none yet."""
+        packed = self._keys.get(self._verdict_key, timeout_s)
+        return None if packed is None else _unpacked(packed)
 
-    def is_claimed(self, timeout_s: float) -> bool:
-        """Return whether the coordinator decides this round."""
-        return self._keys.get(f"{self._prefix}/verdict", timeout_s) == _COORDINATOR
-
-    def failure(self, timeout_s: float) -> Failed | None:
-        """Return the failure that decided this round, None if there is none."""
-        return _unpacked(self._keys.get(f"{self._prefix}/verdict", timeout_s))
-
-    def fail(self, failed: Failed, timeout_s: float) -> Failed | None:
-        """End the round for all ranks; return the failure that counts, which may be an earlier one.
-
-        None: the coordinator has claimed the round, so nothing was changed.
-        """
-        counts = self._decide(pickle.dumps(failed), timeout_s)
-        if counts is not None:
-            self.release(counts, timeout_s)
-        return counts
+    def fail(self, failed: Failed, timeout_s: float) -> Verdict:
+        """Fail the round for all ranks, unless it has a verdict; return the verdict."""
+        packed = pickle.dumps(failed)
+        verdict = _unpacked(self._keys.set_first(self._verdict_key, packed, timeout_s))
+        if isinstance(verdict, Failed):
+            self.release(verdict, timeout_s)
+        return verdict
 
     def release(
         self, release: Release, timeout_s: float, answers: Mapping[int, bytes] | None = None
-    ) -> None:
-        """Let all ranks go on or fail; for the owner of the verdict."""
+    ) -> int:
+        """Let all ranks go on or fail; for the owner of the verdict. Return the release's size."""
         if answers:
             by_key = {f"{self._prefix}/to/{rank}": answer for rank, answer in answers.items()}
             write = partial(self._keys.set_many, by_key, timeout_s)
             self._keys.write_surely(write, next(reversed(by_key)), timeout_s)
-        self._keys.set_surely(self.release_key, pickle.dumps(release), timeout_s)
+        packed = pickle.dumps(release)
+        self._keys.set_surely(self.release_key, packed, timeout_s)
         if not isinstance(release, Released):
             # The coordinator waits for arrivals, not for the release.
             self._keys.set(self.all_key, b"", timeout_s)
+        return len(packed)
 
     def read_release(self, timeout_s: float) -> Release | None:
         """Return the release, None if there is none yet."""
         packed = self._keys.get(self.release_key, timeout_s)
-        release: Release | None = None if packed is None else pickle.loads(packed)  # noqa: S301  # our own ranks
-        return release
+        return None if packed is None else _unpickled(packed)
 
     def read_answer(self, timeout_s: float) -> bytes | None:
         """Return the answer for this rank, None if there is none."""
         return self._keys.get(self.answer_key, timeout_s)
 
-    def _decide(self, verdict: bytes, timeout_s: float) -> Failed | None:
-        return _unpacked(self._keys.set_first(f"{self._prefix}/verdict", verdict, timeout_s))
+
+def _unpacked(verdict: bytes) -> Verdict:
+    return CLAIMED if verdict == _COORDINATOR else _unpickled(verdict)
 
 
-def _unpacked(verdict: bytes | None) -> Failed | None:
-    if verdict is None or verdict == _COORDINATOR:
-        return None
-    failed: Failed = pickle.loads(verdict)  # noqa: S301  # our own ranks
-    return failed
+def _unpickled(packed: bytes) -> Any:  # noqa: ANN401  # of any kind
+    return pickle.loads(packed)  # noqa: S301  # our own ranks

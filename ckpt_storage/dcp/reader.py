@@ -8,47 +8,65 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
+from ckpt_storage.coordination.operation import kind_of
+from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
-from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.loads.sharing import ShareOrder, joined
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
 from ckpt_storage.source.model import SourceFormat
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import FoldedPlan, Rider, at_dcp_border, inbox, rank_of_call
+from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
+
+_ORDER = "shared reads"
+"""Key of the message that tells a rank what it shares."""
 
 
 class CheckpointStorageReader(StorageReader):
-    """Reads a checkpoint from any storage; give it to `dcp.load`.
+    """Reads a checkpoint from any storage; pass it to `dcp.load`.
 
     Opens checkpoints of `CheckpointStorageWriter`, stock DCP checkpoints, torch's sharded
-    safetensors and Hugging Face folders, and says which (`format`). Reads only the bytes that
+    safetensors and Hugging Face folders (`format` is which). Reads only the bytes that
     the target's sharding needs, concurrently, into the targets' own memory where they allow it.
 
     Args:
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
-        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        storage_options: passed to the fsspec file system (as in pandas and Dask).
+        rename: names of the checkpoint's values in the target: a mapping from the stored name to
+            the new one, which may leave names out, or a function that gets every stored name and
+            returns the new one. Two values must not get one name. Ranks may have different ones.
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
-        shared_reads: for `ckpt_storage.load` from remote storage; under `dcp.load`, and from
-            paths, every rank reads for itself. "auto": what several ranks need (replicated
-            tensors, most of a resharding) is read by one of them and passed to the others, where
-            that spares 64 MiB or more and is not too much to plan; "never": it is not.
+        shared_reads: whether one rank reads what several need (replicated tensors, most of a
+            resharding) and sends it to the others. "auto": in `ckpt_storage.load` from remote
+            storage, where that spares 64 MiB or more and is not too much to plan. "always": also
+            from paths, such as those of a network mount, under `dcp.load` in the default group,
+            and however little it spares. "never": every rank reads for itself.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
-        allow_lossy: load floats into integers, complex numbers into reals and anything into
-            booleans; and two different values into targets of one memory.
+        casts: what a target of another dtype may do to values. "checked": a value that does not
+            fit (it would wrap, be truncated, become infinite or NaN) raises `InvalidInputError`;
+            rounded ones are counted in one log line. "exact": rounding raises too. "any": as
+            torch, unchecked; also lets targets that share memory take different values.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
         retry: how failed storage requests are repeated.
         progress: called with a `ProgressEvent` after each read; True: a bar on the coordinator.
@@ -63,19 +81,20 @@ class CheckpointStorageReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         storage_options: Mapping[str, Any] | None = None,
+        rename: Rename | None = None,
         verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
-        shared_reads: Literal["auto", "never"] = "auto",
+        shared_reads: Shared = "auto",
         unsafe_pickle: bool = False,
-        allow_lossy: bool = False,
+        casts: Casts = "checked",
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
         progress: Progress = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         super().__init__()
-        self._settings = LoadSettings.of(given, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -84,15 +103,16 @@ class CheckpointStorageReader(StorageReader):
         begin = partial(Deadline.of, settings.timeouts)
         self._session = LoadSession(settings, checkpoint_id, begin=begin)
         self._checkpoint_id = checkpoint_id
-        self._sent: FoldedPlan | None = None
+        self._names: Any = None
+        self._order: ShareOrder | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.checkpoint_id!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # What is open belongs to a process; the other side opens its own.
-        del state["_session"], state["_sent"]
+        # Open files belong to a process; the other one opens its own.
+        del state["_session"], state["_names"], state["_order"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,7 +135,7 @@ class CheckpointStorageReader(StorageReader):
 
     @property
     def format(self) -> SourceFormat:
-        """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
+        """The checkpoint's format: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors".
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
@@ -129,7 +149,7 @@ class CheckpointStorageReader(StorageReader):
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint anew and return what it holds; all ranks.
+        """Open the checkpoint again and return its metadata; all ranks.
 
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
@@ -142,28 +162,43 @@ class CheckpointStorageReader(StorageReader):
     @at_dcp_border
     def set_up_storage_reader(
         self,
-        metadata: Metadata,  # noqa: ARG002  # torch passes it; we keep a better one
+        metadata: Metadata,  # noqa: ARG002  # torch's signature
         is_coordinator: bool,  # noqa: FBT001  # torch's signature
         *args: Any,  # noqa: ARG002  # torch's signature
         **kwargs: Any,
     ) -> None:
-        """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
+        """Note this rank's role; the coordinator also publishes a commit whose saver crashed."""
         self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        inbox().clear()
-        hello = Rider(self._session.rank, self._session.found())
-        self._sent = FoldedPlan(plan.items, hello, plan.planner_data)
-        return self._sent
+        received_messages().clear()
+        session = self._session
+        self._names = session.stored_names(plan)
+        message = PiggybackMessage(session.rank, (session.save_terms(), self._names))
+        return replace(plan, storage_data=message)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        # Taken from the inbox: a planner need not keep what the plans carry.
-        terms = {**inbox(), self._session.rank: self._session.found()}
-        check_terms(dict(sorted(terms.items())), phase="load")
+        """Plan the shared reads; coordinator only.
+
+        Raises `RankMismatchError` unless all ranks read one save.
+        """
+        # Not from the plans: a planner need not keep their storage data.
+        session = self._session
+        received = {**received_messages(), session.rank: (session.save_terms(), self._names)}
+        contents = [content for _, content in sorted(received.items())]
+        terms = {rank: save_terms for rank, (save_terms, _) in sorted(received.items())}
+        check_terms(terms, phase="load")
+        # The ranks meet again in the default group, which must be that of this load.
+        is_default_group = dist.is_initialized() and dist.get_world_size() == len(plans)
+        if self._settings.shared_reads != "always" or not is_default_group:
+            return plans
+        orders = session.share_orders(plans, [stored_names for _, stored_names in contents])
+        self._order = orders[session.rank]
+        for plan, order in zip(plans, orders, strict=True):
+            plan.storage_data = PiggybackMessage(_ORDER, order)
         return plans
 
     @at_dcp_border
@@ -175,9 +210,24 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        if self._sent is not None:
-            plan, self._sent = self._sent.unless_changed(plan), None
-        self._session.read(plan, planner)
+        order = self._order or received_messages().get(_ORDER)
+        self._order = None
+        if order is None:
+            self._session.read(plan, planner)
+        else:
+            self._read_shared(plan, planner, order)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+    def _read_shared(self, plan: LoadPlan, planner: LoadPlanner, order: ShareOrder) -> None:
+        """Read together with all ranks of the default group, in an operation of its own."""
+        session, timeouts = self._session, self._settings.timeouts
+        what = f"the load from {session.url}"
+        with RankGroup.of(None).operation(what, timeouts=timeouts) as operation:
+            identity = Identity(kind=kind_of(what), url=session.url)
+            operation.meet(session.terms(), identity=identity)
+            with closing(Peers(operation)) as peers:
+                links = partial(joined, operation, peers, order)
+                session.read(plan, planner, links, begin=operation.phase)
+                operation.barrier(is_last=True)

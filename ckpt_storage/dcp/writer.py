@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -37,24 +37,24 @@ from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import Rider, at_dcp_border, inbox, rank_of_call
+from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
 
 
-class _OfThread(threading.local):
-    """What one thread has told of its next save, and the save that it is in."""
+class _ThreadState(threading.local):
+    """The target of a thread's next save, and the save that it runs."""
 
     pending: str | os.PathLike[str] | None = None
-    asked = False
+    is_reset_consumed = False
     save_id: str | None = None
     session: SaveSession | None = None
     nonce = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OfThread, ()
+        return _ThreadState, ()
 
 
 class CheckpointStorageWriter(StorageWriter):
-    """Writes a checkpoint to any storage; give it to `dcp.save` or `dcp.async_save`.
+    """Writes a checkpoint to any storage; pass it to `dcp.save` or `dcp.async_save`.
 
     Every rank makes one with equal arguments. Data lands under names of this attempt alone; the
     checkpoint exists once rank 0 (the coordinator) created its commit record, and not before.
@@ -64,7 +64,7 @@ class CheckpointStorageWriter(StorageWriter):
     Args:
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.save`: that is joined to it; an absolute path or full URL replaces it.
-        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        storage_options: passed to the fsspec file system (as in pandas and Dask).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
         step: the training step, for a writer of one save: ranks must agree on it.
         thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
@@ -76,9 +76,9 @@ class CheckpointStorageWriter(StorageWriter):
         stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
             some 200 bytes for each item of each rank. "auto": up to 200,000 items. Without it a
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
-        unsafe_values: what is done about values that only pickle can hold, and that `load`
+        unsafe_values: the reaction to values that only pickle can hold, and that `load`
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
-        process_group: if given, the save is refused unless it runs over exactly this many ranks.
+        process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
         retry: how failed storage requests are repeated.
@@ -113,13 +113,13 @@ class CheckpointStorageWriter(StorageWriter):
         self._options = SaveOptions.of(arguments, timeouts=Timeouts.of(timeout))
         self._base = self._options.place(path)
         self._process_group = process_group
-        self._threads = _OfThread()
+        self._state = _ThreadState()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._base.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # It cannot travel; a child process has its own default group.
+        # A group does not pickle; a child process has its own default group.
         return {**vars(self), "_process_group": None}
 
     @classmethod
@@ -133,30 +133,33 @@ class CheckpointStorageWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL that the save of the calling thread goes to."""
-        of = self._threads
-        return self._base.join(of.pending).url if of.session is None else of.session.url
+        """The URL of the save of the calling thread."""
+        state = self._state
+        if state.session is not None:
+            return state.session.url
+        return self._base.join(state.pending).url
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners may know of the target; DCP asks once before each save.
+        """Return the target for planners; DCP calls it once before each save.
 
-        The path is as it was given; the id is that of the thread's last save, once it has one.
+        The path is the constructor's; the id is that of the thread's last save, once it has one.
         """
-        of = self._threads
-        if of.asked:
+        state = self._state
+        if state.is_reset_consumed:
             # The save that `reset` announced failed before it reached us.
-            of.pending = None
-        of.asked = True
-        where = self._path if of.pending is None else self.checkpoint_id
-        return StorageMeta(checkpoint_id=where, save_id=of.save_id)
+            state.pending = None
+        state.is_reset_consumed = True
+        where = self._path if state.pending is None else self.checkpoint_id
+        return StorageMeta(checkpoint_id=where, save_id=state.save_id)
 
     @at_dcp_border
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
-        self._threads.session = self._threads.save_id = None
-        self._base.join(checkpoint_id)  # refuses what cannot be joined
-        self._threads.asked = False
-        self._threads.pending = checkpoint_id
+        state = self._state
+        state.session = state.save_id = None
+        self._base.join(checkpoint_id)  # raises if it cannot be joined
+        state.is_reset_consumed = False
+        state.pending = checkpoint_id
 
     @at_dcp_border
     def set_up_storage_writer(
@@ -173,9 +176,9 @@ class CheckpointStorageWriter(StorageWriter):
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
-        of, options, group = self._threads, self._options, self._process_group
-        checkpoint_id, of.pending, of.asked = of.pending, None, False
-        of.session = SaveSession(
+        state, options, group = self._state, self._options, self._process_group
+        checkpoint_id, state.pending, state.is_reset_consumed = state.pending, None, False
+        state.session = SaveSession(
             self._path,
             options,
             rank_of_call(kwargs),
@@ -186,7 +189,7 @@ class CheckpointStorageWriter(StorageWriter):
         )
 
     def _session(self) -> SaveSession:
-        session = self._threads.session
+        session = self._state.session
         if session is None:
             raise InvalidInputError(
                 "No save is under way in this thread.",
@@ -196,36 +199,37 @@ class CheckpointStorageWriter(StorageWriter):
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Attach what this rank has to say to its plan; all ranks. Raises `InvalidInputError`."""
+        """Attach this rank's announcement to its plan; all ranks. Raises `InvalidInputError`."""
         session, plan, nonce = self._session(), checked(plan), os.urandom(16).hex()
-        # Pickled together, the items of plan and message travel once.
-        hello = Rider(session.rank, (nonce, session.terms(), plan.items))
-        inbox().clear()
-        inbox()[hello.key] = hello.content
-        self._threads.nonce = nonce
-        return replace(plan, storage_data=hello)
+        # Pickled together, the items of plan and message are sent once.
+        announcement = PiggybackMessage(session.rank, (nonce, session.terms(), plan.items))
+        received_messages().clear()
+        received_messages()[announcement.key] = announcement.content
+        self._state.nonce = nonce
+        return replace(plan, storage_data=announcement)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all ranks agree and begin the save; coordinator only.
 
-        Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal is answered
-        to all ranks and raised by their `write_data`; no byte was written then.
+        Raises `InvalidInputError` if a rank has another kind of writer. All other errors are sent
+        to all ranks and raised by their `write_data`, before a byte is written.
         """
         session, group, world_size = self._session(), self._process_group, len(plans)
-        found = inbox().copy()
-        # The items of all ranks are many: nobody keeps them.
-        inbox().clear()
-        missing = [rank for rank in range(world_size) if rank not in found]
+        announcements = received_messages().copy()
+        # The items of all ranks are large; no reference to them is kept.
+        received_messages().clear()
+        missing = [rank for rank in range(world_size) if rank not in announcements]
         if missing:
             raise InvalidInputError(
-                f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+                f"Ranks {missing} of {world_size} sent no announcement with their plans.",
                 phase="plan",
                 next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
                 "keeps SavePlan objects.",
             )
-        nonces, terms, items = zip(*(found[rank] for rank in range(world_size)), strict=True)
-        leave: Grant | CheckpointError
+        in_order = (announcements[rank] for rank in range(world_size))
+        nonces, terms, items = zip(*in_order, strict=True)
+        ticket_or_error: SaveTicket | CheckpointError
         try:
             group_size = world_size if group is None else dist.get_world_size(group)
             if group_size != world_size:
@@ -236,16 +240,18 @@ class CheckpointStorageWriter(StorageWriter):
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
             check_terms(dict(enumerate(terms)), phase="plan")
-            refusal = find_mismatch(items)
+            mismatch = find_mismatch(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
-            leave = refusal or session.begin(world_size, item_count)
+            ticket_or_error = mismatch or session.begin(world_size, item_count)
         except CheckpointError as error:
-            leave = error
+            ticket_or_error = error
         # No exception in the planning step: with plan caching, every later save would fail.
-        inbox()[self._threads.nonce] = leave
-        answers = zip(plans, nonces, strict=True)
-        return [replace(plan, storage_data=Rider(nonce, leave)) for plan, nonce in answers]
+        received_messages()[self._state.nonce] = ticket_or_error
+        return [
+            replace(plan, storage_data=PiggybackMessage(nonce, ticket_or_error))
+            for plan, nonce in zip(plans, nonces, strict=True)
+        ]
 
     @at_dcp_border
     def write_data(
@@ -253,13 +259,13 @@ class CheckpointStorageWriter(StorageWriter):
     ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
-        Raises what the coordinator refused the save for, `StorageError`, `PhaseTimeoutError`,
+        Raises the error that the coordinator sent, `StorageError`, `PhaseTimeoutError`,
         `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
-        session, of = self._session(), self._threads
-        leave = inbox().get(of.nonce)
-        inbox().clear()
-        if leave is None:
+        session, state = self._session(), self._state
+        ticket_or_error = received_messages().get(state.nonce)
+        received_messages().clear()
+        if ticket_or_error is None:
             raise InvalidInputError(
                 f"Rank {session.rank} got no save id for this save; it writes nothing.",
                 rank=session.rank,
@@ -267,12 +273,12 @@ class CheckpointStorageWriter(StorageWriter):
                 next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
                 "(enable_plan_caching=False).",
             )
-        if not isinstance(leave, Grant):
-            raise leave
-        report = session.write(leave, plan, LiveItems(planner).items, ties_of(planner))
-        of.save_id = leave.save_id
+        if not isinstance(ticket_or_error, SaveTicket):
+            raise ticket_or_error
+        report = session.write(ticket_or_error, plan, LiveItems(planner).items, ties_of(planner))
+        state.save_id = ticket_or_error.save_id
         if not session.is_coordinator:
-            of.session = None  # its `finish` is on the coordinator
+            state.session = None  # its `finish` is on the coordinator
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
             size_in_bytes=sum(file.size_bytes for file in report.files),
@@ -290,7 +296,9 @@ class CheckpointStorageWriter(StorageWriter):
         committed), `CommitConflictError` (not committed), `CommitUnknownError`,
         `NotPublishedError` (committed).
         """
-        told = [[result.storage_data for result in of_rank] for of_rank in results]
-        reports = [next((one for one in of if isinstance(one, RankReport)), None) for of in told]
+        reports = [
+            next((r.storage_data for r in of_rank if isinstance(r.storage_data, RankReport)), None)
+            for of_rank in results
+        ]
         self._session().finish(metadata, reports)
-        self._threads.session = None
+        self._state.session = None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.cleaning import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there, stat_if_there
@@ -375,7 +375,7 @@ class _ToFolder(_Conversion, PlainFolder[ConvertReport]):
 class _ToOurs(_Conversion):
     """One save of one rank, committed as any save is committed."""
 
-    _grant: Grant | None = None
+    _ticket: SaveTicket | None = None
     _may_be_committed = False
 
     def lay_out(self) -> Files:
@@ -383,8 +383,8 @@ class _ToOurs(_Conversion):
 
     def take(self) -> Taken:
         """Begin a save; the name is its id."""
-        self._grant = attempt.begin(self.site.target, overwrite=self.setting.overwrite)
-        return Taken(name=self._grant.save_id)
+        self._ticket = attempt.begin(self.site.target, overwrite=self.setting.overwrite)
+        return Taken(name=self._ticket.save_id)
 
     def rename(self, name: str) -> None:
         """Put the files below the save of that id."""
@@ -398,17 +398,17 @@ class _ToOurs(_Conversion):
         """Put down what describes the files, and commit."""
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
-        grant, store, ties = self._grant, self.site.target, self.chosen.ties
-        assert grant is not None  # noqa: S101  # `take` was called
-        manifest = layout.rank_manifest(self.plan.files, self.shards, made, grant.save_id, ties)
-        path, data = names.rank_manifest_path(grant.save_id, 0), seal(manifest.to_body())
+        ticket, store, ties = self._ticket, self.site.target, self.chosen.ties
+        assert ticket is not None  # noqa: S101  # `take` was called
+        manifest = layout.rank_manifest(self.plan.files, self.shards, made, ticket.save_id, ties)
+        path, data = names.rank_manifest_path(ticket.save_id, 0), seal(manifest.to_body())
         store.put(path, data)
         reference, metadata = FileRef.of(path, data), layout.metadata_of(self.source, self.chosen)
         self._may_be_committed = True
         try:
             commit_save(
                 store.bounded(Deadline("commit", self.setting.timeouts.commit)),
-                grant,
+                ticket,
                 metadata=metadata,
                 reports=[RankReport.of(manifest, reference, with_places=True, ties=ties)],
                 user={},
@@ -421,9 +421,9 @@ class _ToOurs(_Conversion):
 
     def give_up(self, error: BaseException) -> None:
         """Delete the attempt, unless it may be committed: nobody could go on with it."""
-        if self._grant is None or self._may_be_committed:
+        if self._ticket is None or self._may_be_committed:
             return
         try:
-            delete_attempt(self.site.target, self._grant.save_id)
+            delete_attempt(self.site.target, self._ticket.save_id)
         except errors.CheckpointError as failure:
             error.add_note(f"Removing what was written failed too: {failure}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt, cleaning, publishing, slotlog
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
@@ -334,7 +334,7 @@ class _CopyOfOurs(_Copy):
 
     source: CommittedSource
     record: SlotRecord | None = None
-    _grant: Grant | None = None
+    _ticket: SaveTicket | None = None
     _ranks: Sequence[FileRef] = ()
 
     @property
@@ -353,10 +353,10 @@ class _CopyOfOurs(_Copy):
             self.record = before.head
             return Taken()
         is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
-        grant = attempt.begin(store, overwrite=self.setting.overwrite, save_id=self.save_id)
+        ticket = attempt.begin(store, overwrite=self.setting.overwrite, save_id=self.save_id)
         # The id was chosen by these slots: whoever names it since has given it up.
         previous = before.head.head if before.head else None
-        self._grant = replace(grant, last_slot=before.last_slot, previous=previous)
+        self._ticket = replace(ticket, last_slot=before.last_slot, previous=previous)
         sends = [partial(self._send_rank, one) for one in manifest.ranks]
         self._ranks = self.site.at_once("copy rank manifests", sends)
         if not is_resumed:
@@ -369,10 +369,10 @@ class _CopyOfOurs(_Copy):
     def publish(self, made: Made) -> None:
         """Commit, and show it to stock readers; this is repeated for a copy that was cut there."""
         del made
-        store, grant = self.site.target, self._grant
+        store, ticket = self.site.target, self._ticket
         publish: Callable[[], bool] = partial(publishing.roll_forward, store, self.save_id)
-        if grant is not None:
-            publish = self._commit(grant)
+        if ticket is not None:
+            publish = self._commit(ticket)
         record = self.record
         assert record is not None  # noqa: S101  # it is committed by now
         if record.stock is not None and not publishing.publish_commit(
@@ -380,12 +380,12 @@ class _CopyOfOurs(_Copy):
         ):
             return
         try:
-            if grant is not None and grant.previous is not None:
+            if ticket is not None and ticket.previous is not None:
                 cleaning.free_leftovers(store, known=record)
         except errors.CheckpointError as error:
             log.warning("the copy is committed; what it replaced is not deleted: %s", error)
 
-    def _commit(self, grant: Grant) -> Callable[[], bool]:
+    def _commit(self, ticket: SaveTicket) -> Callable[[], bool]:
         """Send the manifest and what `.metadata` is made from, and commit; return what shows it."""
         head, own, stock, stock_bytes = self.source.record, self.source.manifest, None, None
         assert head.manifest is not None  # noqa: S101  # a commit record names one; decode saw to it
@@ -401,7 +401,7 @@ class _CopyOfOurs(_Copy):
             data = seal(new.to_body())
         self.record = attempt.commit(
             self.site.target.bounded(Deadline("commit", self.setting.timeouts.commit)),
-            grant,
+            ticket,
             manifest=self._put(head.manifest, data),
             stock=stock,
             stock_entries=head.stock_entries,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB, PageCache, check_choice
+from ckpt_storage.source.renaming import RENAME_WANTED, Rename, is_rename
 from ckpt_storage.store import Location, endpoint_of
 
 Selection = str | Collection[str] | Callable[[str], bool]
@@ -30,7 +31,7 @@ WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
     "dtype": f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
-    "rename": "a mapping or a function from FQN to name",
+    "rename": RENAME_WANTED,
     "include": "FQNs, glob patterns, or a function of each",
     "exclude": "FQNs, glob patterns, or a function of each",
     "tied": '"drop", "keep", or a mapping from alias to target',
@@ -75,7 +76,7 @@ class ConsolidateOptions:
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES
     fqn_to_index_mapping: Mapping[str, int] | None = None
     dtype: object | None = None
-    rename: Mapping[str, str] | Callable[[str], str] | None = None
+    rename: Rename | None = None
     include: Selection | None = None
     exclude: Selection | None = None
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
@@ -85,13 +86,13 @@ class ConsolidateOptions:
     output_storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        index, rename = self.fqn_to_index_mapping, self.rename
+        index = self.fqn_to_index_mapping
         is_good = {
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
             "fqn_to_index_mapping": index is None
             or (bool(index) and _maps(index, int) and min(index.values()) > 0),
             "dtype": self.cast_to in {None, *CASTABLE},
-            "rename": rename is None or callable(rename) or _maps(rename, str),
+            "rename": is_rename(self.rename),
             "include": _is_selection(self.include),
             "exclude": _is_selection(self.exclude),
             "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),

@@ -15,6 +15,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.model import Source
+from ckpt_storage.source.renaming import new_names
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
@@ -245,27 +246,13 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Left:
 
 def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
     """Return the name of every tensor; raises for what cannot be one and for duplicates."""
-    rename = options.rename or {}
-    absent = [] if callable(rename) else sorted(rename.keys() - set(fqns))
-    if absent:
-        what = f"rename names {absent[0]!r}, which is no tensor that goes out."
-        step = "Remove the entry, or have the tensor go out with include=."
-        raise InvalidInputError(what, next_step=step)
-    taken: dict[str, str] = {}
-    for fqn in fqns:
-        name: object = (
-            rename(fqn) if callable(rename) else rename.get(fqn, fqn.removeprefix(stripped))
-        )
-        is_text = isinstance(name, str) and not any("\ud800" <= char <= "\udfff" for char in name)
-        if not isinstance(name, str) or not is_text or name in {"", "__metadata__"}:
-            what = f"{fqn} would be called {name!r:.80} in its weight file."
-            step = "Have rename= give it a name that is text and not __metadata__."
-            raise InvalidInputError(what, next_step=step)
-        if taken.setdefault(name, fqn) != fqn:
-            what = f"{taken[name]} and {fqn} would both be called {name!r} in the weight files."
-            step = "Give them different names with rename=, or exclude one."
-            raise InvalidInputError(what, next_step=step)
-    return {fqn: name for name, fqn in taken.items()}
+    return new_names(
+        fqns,
+        options.rename,
+        default=lambda fqn: fqn.removeprefix(stripped),
+        what="tensor that goes out",
+        refused=("__metadata__",),
+    )
 
 
 def _with_told(

@@ -15,7 +15,7 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts, check_choice
 from ckpt_storage.source.model import CommittedSource, SourceFormat, gone
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import some_at_once
@@ -41,6 +41,7 @@ def open_checkpoint(
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
     unsafe_pickle: bool = False,
+    casts: Casts = "checked",
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
 ) -> Checkpoint:
@@ -50,7 +51,8 @@ def open_checkpoint(
     their documents alone: three small reads for one of ours. Small documents that this process has
     opened there before are not read again; `verify` reads them. Runs no code from the checkpoint,
     unless `unsafe_pickle` lets objects be unpickled that torch does not load with
-    `weights_only=True`. `timeout` is how long no bytes may arrive. Any process; not
+    `weights_only=True`. `casts` is as for `load`: what `numpy.asarray(tensor, dtype)` may do to
+    values. `timeout` is how long no bytes may arrive. Any process; not
     collective; changes nothing.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
@@ -63,8 +65,11 @@ def open_checkpoint(
         "timeout": Timeouts.of(timeout),
         "retry": retry or RetryPolicy(),
     }
+    check_choice("casts", casts, Casts)
     location = Location.of(url, storage_options)
-    return Checkpoint(Handle(location, unsafe_pickle=unsafe_pickle, arguments=arguments))
+    return Checkpoint(
+        Handle(location, unsafe_pickle=unsafe_pickle, casts=casts, arguments=arguments)
+    )
 
 
 class Checkpoint(Mapping[str, Any]):

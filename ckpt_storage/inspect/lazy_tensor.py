@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.names import DTYPES
 
+from .array_casts import cast_array
 from .reading import Handle, Words, elements_of, read_tensors
 from .views import Sharding, shape_text, shown
 
@@ -174,7 +175,9 @@ class LazyTensor:
                 f"{self.fqn} lies in storage: it cannot become an array without a copy"
             )
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        if dtype is None:
+            return array
+        return cast_array(array, dtype, self._handle.casts, self.fqn)
 
     def words(self, ranges: Selection) -> Words:
         """Return the elements at ascending positions, as unsigned words of their size."""

@@ -5,7 +5,6 @@ Elements are moved as words of their size, so that types that numpy lacks are re
 
 from __future__ import annotations
 
-import difflib
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.names import DTYPES
-from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
+from ckpt_storage.options import LOCAL_READ_BYTES, Casts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, Source, explaining
 from ckpt_storage.source.opening import open_newest
@@ -31,13 +30,13 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gap
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
+from .near_names import find_near_names
 from .views import Entry, Sharding
 
 Words = NDArray[np.generic]
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""
 
-_MOST_SUGGESTED_FROM = 20_000
 _PIECE = 1 << 20
 """Elements that are looked at together: 8 MiB as float64."""
 _PIECES_HELD = 8
@@ -57,10 +56,18 @@ class Handle:
     the opening and compared after every read.
     """
 
-    def __init__(self, location: Location, *, unsafe_pickle: bool, arguments: Any) -> None:  # noqa: ANN401  # those of `verify`
+    def __init__(
+        self,
+        location: Location,
+        *,
+        unsafe_pickle: bool,
+        casts: Casts,
+        arguments: Any,  # noqa: ANN401  # those of `verify`
+    ) -> None:
         self.location = location
         self.url = location.url
         self.unsafe_pickle = unsafe_pickle
+        self.casts: Casts = casts
         self.arguments: Mapping[str, Any] = arguments
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
@@ -102,8 +109,8 @@ class Handle:
     def unknown(self, fqn: object) -> KeyError:
         """Return the error that says that there is no such name, and which are like it."""
         near: list[str] = []
-        if isinstance(fqn, str) and len(self.values) <= _MOST_SUGGESTED_FROM:
-            near = difflib.get_close_matches(fqn, list(self.values), n=3)
+        if isinstance(fqn, str):
+            near = find_near_names(fqn, self.values)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
 

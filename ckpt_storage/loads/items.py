@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from operator import add
@@ -20,11 +20,13 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
+from ckpt_storage.options import Casts
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
-from .resolving import dtype_name, is_freed
+from .casts import CastChecker, can_cast, is_lossless
 from .sharing import Key, ShareOrder
+from .tensors import dtype_name, is_freed
 
 log = logging.getLogger("ckpt_storage")
 
@@ -121,6 +123,7 @@ class TensorRead(ChunkRead):
     tensor: torch.Tensor
     dtype: torch.dtype
     ring: UploadRing | None = None
+    checker: CastChecker | None = None
 
     @property
     def memory(self) -> memoryview | None:
@@ -158,7 +161,15 @@ class TensorRead(ChunkRead):
                     copy.sizes, copy.source_strides, copy.source_offset_elements
                 )
                 part = map(slice, copy.dest_offsets, map(add, copy.dest_offsets, copy.sizes))
-                self.tensor[tuple(part)].copy_(source, non_blocking=self.ring is not None)
+                self.assign(tuple(part), source)
+
+    def assign(self, part: tuple[slice, ...], source: torch.Tensor) -> None:
+        """Copy stored elements into a part of the tensor. Raises `InvalidInputError` by `casts`."""
+        target, is_async = self.tensor[part], self.ring is not None
+        if self.checker is None or is_lossless(self.dtype, target.dtype):
+            target.copy_(source, non_blocking=is_async)
+        else:
+            self.checker.copy(source, target, self.place.fqn, non_blocking=is_async)
 
 
 class LoadItems:
@@ -172,38 +183,47 @@ class LoadItems:
         *,
         buffer_count: int,
         verify: bool,
-        allow_lossy: bool,
+        casts: Casts,
+        stored_names: Mapping[str, str] | None = None,
     ) -> None:
         self._source = source
         self._planner = planner
         self._rings: dict[torch.device, UploadRing] = {}
         self._buffer_count = buffer_count
-        self._allow_lossy = allow_lossy
+        self._casts = casts
+        self._stored_names = stored_names or {}
+        self.checker = CastChecker(casts)
         self._items = plan.items
         # In columns: thousands of rows are as many objects for the collector to look at.
         self._targets: list[torch.Tensor] = []
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._opaque: list[ChunkRead] = []
         self.reads: list[ChunkRead] = []
-        places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
+        places = source.places(
+            [(self._stored_name(item), _offsets_of(item)) for item in plan.items]
+        )
         self.places = places
         owners: dict[torch.device, dict[int, int]] = {}
         for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
-            found = place if verify else place.unchecked()
+            source_place = place if verify else place.unchecked()
             if item.type is LoadItemType.BYTE_IO:
-                buffer = bytearray(found.size_bytes)
-                self._blobs.append((item, buffer, found))
-                self.reads.append(bytes_read(found, memoryview(buffer)))
+                buffer = bytearray(source_place.size_bytes)
+                self._blobs.append((item, buffer, source_place))
+                self.reads.append(bytes_read(source_place, memoryview(buffer)))
                 continue
-            stored = source.tensors[item.storage_index.fqn].dtype
+            stored = source.tensors[self._stored_name(item)].dtype
             target = self._target(item, stored)
-            if not allow_lossy and place.crcs is not None and target.numel():
+            if casts != "any" and place.crcs is not None and target.numel():
                 known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
                 if known != number:
                     _check_memory((plan.items[known], places[known]), (item, place))
             self._targets.append(target)
-            reads = self._opaque if found.kind == "opaque" else self.reads
-            reads.append(self._read(item, stored, target, found))
+            reads = self._opaque if source_place.kind == "opaque" else self.reads
+            reads.append(self._read(item, stored, target, source_place))
+
+    def _stored_name(self, item: ReadItem) -> str:
+        fqn = item.storage_index.fqn
+        return self._stored_names.get(fqn, fqn)
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
@@ -227,11 +247,11 @@ class LoadItems:
                 f"The target of {fqn} has no memory: its storage was resized to nothing.",
                 "Load into tensors that have memory (FSDP: into its state_dict()).",
             )
-        if not self._allow_lossy and not torch.can_cast(_dtype(stored)[0], target.dtype):
+        if not can_cast(_dtype(stored)[0], target.dtype):
             raise _unfit(
-                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, which "
-                "cannot hold such values.",
-                "Load into a target of the stored kind, or pass allow_lossy=True.",
+                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, to which "
+                "torch has no cast.",
+                "Load into a target of the stored dtype.",
             )
         return target
 
@@ -253,7 +273,17 @@ class LoadItems:
             tensor=target,
             dtype=dtype,
             ring=self._rings.get(device),
+            checker=self.checker if self._casts != "any" else None,
         )
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes of all elements and blobs that this rank wants."""
+        blobs_bytes = sum(place.size_bytes for _, _, place in self._blobs)
+        reads: list[TensorRead] = [
+            read for read in (*self.reads, *self._opaque) if isinstance(read, TensorRead)
+        ]
+        return blobs_bytes + sum(read.tensor.numel() * read.item_bytes for read in reads)
 
     def split(self, order: ShareOrder) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
         """Return what is not shared, and what is by chunks; None if a block lies in two units.
@@ -275,8 +305,8 @@ class LoadItems:
 
     def read_opaque(self, chunks: ChunkReader) -> None:
         """Read the items that only torch itself can read, one at a time in memory."""
-        for read, found in read_opaque(chunks, self._opaque):
-            read.tensor.copy_(found)  # type: ignore[attr-defined]  # a TensorRead
+        for read, elements in read_opaque(chunks, self._opaque):
+            read.assign((), elements)  # type: ignore[attr-defined]  # a TensorRead
 
     def finish(self) -> None:
         """Return when all that is on its way to devices has arrived."""
@@ -295,15 +325,23 @@ class LoadItems:
             self._planner.load_bytes(item, io.BytesIO(buffer))
 
 
-def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]]:
-    """Return for each chunk which ranks want which region of it, counted from its first element."""
+def wanted_regions(
+    plans: Sequence[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
+) -> dict[Key, list[tuple[int, Box]]]:
+    """Return for each chunk which ranks want which region of it, counted from its first element.
+
+    `stored_names` has for each rank the stored names of its values; None: they are those of its
+    plan.
+    """
     wants: dict[Key, list[tuple[int, Box]]] = {}
-    for rank, plan in enumerate(plans):
+    for rank, (plan, names) in enumerate(zip(plans, stored_names, strict=True)):
         for item in plan.items:
             offsets = _offsets_of(item)
             if offsets is not None:
                 region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
+                fqn = item.storage_index.fqn
+                stored = fqn if names is None else names.get(fqn, fqn)
+                wants.setdefault((stored, offsets), []).append((rank, region))
     return wants
 
 
@@ -328,8 +366,8 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     """Refuse targets that begin at one address and would get values of other checksums."""
     held, place = known[1], new[1]
     values = [
-        (tuple(item.storage_offsets), tuple(item.lengths), list(one.crcs or ()))
-        for item, one in (known, new)
+        (tuple(item.storage_offsets), tuple(item.lengths), list(chunk.crcs or ()))
+        for item, chunk in (known, new)
     ]
     if values[0] == values[1]:
         return
@@ -341,7 +379,7 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     raise _unfit(
         f"The targets of {held.fqn} and {place.fqn} are one memory, and the checkpoint holds "
         "other values for each.",
-        "Give each a tensor of its own, load one of them, or pass allow_lossy=True: then either "
+        "Give each a tensor of its own, load one of them, or pass casts='any': then either "
         "value may stay.",
     )
 

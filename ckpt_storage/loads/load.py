@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.failures import check_terms, redacted_url
@@ -20,21 +22,23 @@ from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
-from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
-from .resolving import is_stateful, plain_state
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
+from .targets import find_duplicate, find_mismatch
+from .tensors import is_stateful, plain_state
 
-_MOST_LOOKS = 8
-"""How often the newest checkpoint is looked for while saves overwrite what is read."""
+_MAX_LOADS = 8
+"""How often a load starts again because a save overwrote the checkpoint."""
 
 _SUPERSEDED = (CheckpointGoneError, RankMismatchError)
-"""What tells of an overwriting save: its predecessor was freed, or ranks found different saves.
+"""Errors of an overwriting save: the files are gone, or ranks opened different saves.
 
-Ranks that mean different checkpoints never meet.
+Ranks that load different URLs never meet.
 """
 
 
@@ -46,13 +50,14 @@ def load(  # the public surface, all keyword-only
     timeout: float | timedelta | Timeouts | None = None,
     storage_options: Mapping[str, Any] | None = None,
     planner: LoadPlanner | None = None,
+    rename: Rename | None = None,
     progress: Progress = None,
     verify: bool = True,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
-    shared_reads: Literal["auto", "never"] = "auto",
+    shared_reads: Shared = "auto",
     unsafe_pickle: bool = False,
-    allow_lossy: bool = False,
+    casts: Casts = "checked",
     retry: RetryPolicy | None = None,
 ) -> None:
     """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
@@ -73,13 +78,14 @@ def load(  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
             All ranks give one, or none; the coordinator's sees all plans.
+        rename: names of the checkpoint's values in `state`, as for `CheckpointStorageReader`.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
         memory_limit_bytes: ceiling of buffers per rank.
-        shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
+        shared_reads: "auto", "always" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
-        allow_lossy: casts that lose the kind of a value, and one memory for two values.
+        casts: "checked", "exact" or "any", as for `CheckpointStorageReader`.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -94,9 +100,9 @@ def load(  # the public surface, all keyword-only
     ranks = RankGroup.of(process_group)
     what = f"the load from {redacted_url(url)}"
     timeouts = Timeouts()
-    with suppress(CheckpointError):  # raised below, where the other ranks hear of it
+    with suppress(CheckpointError):  # raised below, where it is reported to the other ranks
         timeouts = Timeouts.of(timeout)
-    for looks_left in reversed(range(_MOST_LOOKS)):
+    for loads_left in reversed(range(_MAX_LOADS)):
         operation: Operation | None = None
         has_read = False
         try:
@@ -116,12 +122,31 @@ def load(  # the public surface, all keyword-only
                     else:
                         state[key] = value
         except CheckpointError:
-            # Not this rank's own error: all ranks must decide alike.
+            # The verdict, not the error of this rank: all ranks must decide alike.
             verdict = None if operation is None else operation.verdict
-            if has_read or not looks_left or not isinstance(verdict, _SUPERSEDED):
+            if has_read or not loads_left or not isinstance(verdict, _SUPERSEDED):
                 raise
         else:
             return
+
+
+@contextmanager
+def _explaining_mismatches(
+    planner: LoadPlanner, state: Mapping[str, Any], metadata: Metadata, url: str
+) -> Iterator[None]:
+    """Raise `InvalidInputError` in place of what torch's planner raises for targets that differ."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, CheckpointError) or not isinstance(planner, DefaultLoadPlanner):
+            raise
+        mismatch = find_duplicate(state)
+        flat = getattr(planner, "state_dict", None)
+        if mismatch is None and flat is not None:
+            mismatch = find_mismatch(flat, metadata.state_dict_metadata, url)
+        if mismatch is None:
+            raise
+        raise mismatch from error
 
 
 def _run(
@@ -131,7 +156,7 @@ def _run(
     state: dict[str, Any],
     peers: Peers,
 ) -> None:
-    """Plan and read; plans travel where the user passed a planner, or reads may be shared."""
+    """Plan and read; ranks exchange plans for a custom planner, or if they may share reads."""
     terms = session.terms()
     kind = kind_of(operation.what)
     operation.meet(
@@ -140,23 +165,27 @@ def _run(
     )
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
-    planner.set_up_planner(state, session.metadata(lazy=custom is None), operation.is_coordinator)
-    session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
-    plan = planner.create_local_plan()
+    metadata = session.metadata(lazy=custom is None)
+    with _explaining_mismatches(planner, state, metadata, session.url):
+        planner.set_up_planner(state, metadata, operation.is_coordinator)
+        session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
+        plan = planner.create_local_plan()
     proposed = plan
     if custom is None and session.share_unit(operation.world_size) is None:
         proposed = replace(plan, items=[])
 
     def decide(proposals: list[Any]) -> ByRank[tuple[LoadPlan | None, ShareOrder | None]]:
-        plans = [proposal for proposal, _ in proposals]
+        plans = [proposal for proposal, _, _ in proposals]
         if custom is not None:
             plans = planner.create_global_plan(plans)
         names = operation.lane.names
-        check_terms({names[r]: terms for r, (_, terms) in enumerate(proposals)}, phase="load")
+        check_terms({names[r]: terms for r, (_, terms, _) in enumerate(proposals)}, phase="load")
         finals = [None] * len(plans) if custom is None else plans
-        return ByRank(list(zip(finals, session.share_orders(plans), strict=True)))
+        orders = session.share_orders(plans, [stored for _, _, stored in proposals])
+        return ByRank(list(zip(finals, orders, strict=True)))
 
-    final, order = operation.exchange((proposed, session.found()), decide)
+    proposal = (proposed, session.save_terms(), session.stored_names(proposed))
+    final, order = operation.exchange(proposal, decide)
     if final is not None:
         plan = planner.finish_plan(final)
     session.read(plan, planner, None if order is None else partial(joined, operation, peers, order))

@@ -1,4 +1,4 @@
-"""The front doors' load planner: torch's default, at the cost of a rank's own chunks."""
+"""The load planner of `load`: torch's default, at the cost of a rank's own chunks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,28 @@ from ckpt_storage.format.documents import LazyList
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.source.model import Source
 
-from .resolving import PLAIN, parts_of, placements_key
+from .tensors import PLAIN, parts_of, placements_key
 
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
-def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
-    """Return what planners are told; with `lazy` each entry is made when it is asked for."""
-    state: Mapping[str, _Entry] = _Entries(source)
+def metadata_of(
+    source: Source, *, url: str, lazy: bool, stored_names: Mapping[str, str] | None = None
+) -> Metadata:
+    """Return the metadata for planners; with `lazy` each entry is made when it is asked for.
+
+    `stored_names` maps each name that planners see to the stored one; None: they are the same.
+    """
+    state: Mapping[str, _Entry] = _Entries(source, stored_names)
     if not lazy:
         state = dict(state)
     planner_data = source.planner_data
+    if stored_names is not None and planner_data is not None:
+        paths = planner_data
+        planner_data = {
+            name: paths.get(stored, (name,)) if name == stored else (name,)
+            for name, stored in stored_names.items()
+        }
     return Metadata(
         state_dict_metadata=state,  # type: ignore[arg-type]  # read only, as a dict is read
         # Planners that build a state dict from metadata alone need a path for every entry.
@@ -47,14 +58,17 @@ def metadata_of(source: Source, *, url: str, lazy: bool) -> Metadata:
 
 
 class _Entries(Mapping[str, _Entry]):
-    """Entries made as they are asked for; tensors that are cut alike share their chunks."""
+    """Entries made when they are read; tensors that are sharded alike share their chunks."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, stored_names: Mapping[str, str] | None) -> None:
         self._tensors, self._blobs = source.tensors, source.blobs
-        # By identity: who made the boxes of tensors that are cut alike made them once.
+        self._stored_names = stored_names
+        # By identity: tensors that are sharded alike share their boxes.
         self._made: dict[int, ChunkList] = {}
 
     def __getitem__(self, fqn: str) -> _Entry:
+        if self._stored_names is not None:
+            fqn = self._stored_names[fqn]
         if fqn in self._blobs:
             return BytesStorageMetadata()
         info = self._tensors[fqn]
@@ -68,6 +82,9 @@ class _Entries(Mapping[str, _Entry]):
         )
 
     def __iter__(self) -> Iterator[str]:
+        if self._stored_names is not None:
+            yield from self._stored_names
+            return
         yield from self._tensors
         yield from self._blobs
 
@@ -122,7 +139,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             raise AssertionError("set_up_planner was not called")
         items: list[ReadItem] = []
-        cuts = _Cuts()
+        shardings = _ShardingCache()
         saved_of = metadata.state_dict_metadata
         for fqn, value in self.state_dict.items():
             saved = saved_of.get(fqn)
@@ -141,30 +158,30 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                 continue
             chunks = getattr(saved, "chunks", None)
             if own is None and isinstance(chunks, ChunkList) and isinstance(value, torch.Tensor):
-                items += _items(fqn, cuts.parts(chunks, value))
+                items += _items(fqn, shardings.parts(chunks, value))
             else:
                 items += _create_read_items(fqn, saved, value)
         return LoadPlan(items)
 
 
-class _Cuts:
-    """What tensors that are cut alike have in common, worked out once for all of them."""
+class _ShardingCache:
+    """Chunks and reads of tensors that are sharded alike, worked out once for all of them."""
 
     def __init__(self) -> None:
         self._own: dict[object, list[ChunkStorageMetadata]] = {}
         self._parts: dict[tuple[int, int], tuple[list[ChunkStorageMetadata], list[_Part]]] = {}
 
     def own(self, value: torch.Tensor) -> list[ChunkStorageMetadata]:
-        """Return what this rank holds; one list for all that are cut alike."""
-        cut = _cut_of(value)
-        if cut is None:
+        """Return the chunks that this rank holds; one list for all that are sharded alike."""
+        key = _sharding_key(value)
+        if key is None:
             return _create_chunk_list(value)
-        if cut not in self._own:
-            self._own[cut] = _create_chunk_list(value)
-        return self._own[cut]
+        if key not in self._own:
+            self._own[key] = _create_chunk_list(value)
+        return self._own[key]
 
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
-        """Return what this rank has to read of a tensor."""
+        """Return the reads of this rank for a tensor."""
         own = self.own(value)
         # Both live as long as this object: what is saved in the metadata, what is held in here.
         key = (id(chunks.info.boxes), id(own))
@@ -173,8 +190,8 @@ class _Cuts:
         return self._parts[key][1]
 
 
-def _cut_of(value: torch.Tensor) -> object:
-    """Return what tells how a tensor is cut; None if only torch can say."""
+def _sharding_key(value: torch.Tensor) -> object:
+    """Return a key that is equal for tensors sharded alike; None if only torch knows."""
     local = value._local_tensor if type(value) is DTensor else value  # noqa: SLF001  # to_local() is differentiable, and slow
     if hasattr(local, "__create_chunk_list__"):
         return None
@@ -196,7 +213,7 @@ def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
     items = []
     for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts:
         index = _index(fqn, dest, number)
-        # Of what is cut as it was saved one index does: nobody can change it.
+        # A chunk that is sharded as it was saved needs one index: nobody can change it.
         source = index if number == at and dest == saved else _index(fqn, saved, at)
         items.append(ReadItem(kind, index, dest_offsets, source, saved_offsets, sizes))
     return items

@@ -1,4 +1,4 @@
-"""One load on one rank: what is opened, which of it the ranks share, and how it is read."""
+"""One load on one rank: opens the checkpoint, plans shared reads, reads and commits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, Self
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,9 +23,11 @@ from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError,
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
+    Casts,
     Phase,
     Progress,
     RetryPolicy,
+    Shared,
     Timeouts,
     TransferOptions,
     check_choice,
@@ -32,6 +35,7 @@ from ckpt_storage.options import (
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import Source, explaining
 from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.renaming import Rename, check_rename, new_names
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -42,43 +46,49 @@ from ckpt_storage.transfer.ranges import RangeReader
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
 from .sharing import Key, Links, ShareOrder, can_plan, plan_shares, unit_for
+from .targets import warn_of_unfilled
 
 log = logging.getLogger("ckpt_storage")
 
 _LOCAL_THREADS = 1
 
 _PUBLISH_S = 10.0
-"""So long a load looks at most whether stock readers find what it reads."""
+"""The longest time that a load spends on bringing `.metadata` up to date."""
 
 _REMOTE_THREADS = 16
-"""At most: how many requests are under way follows what the storage bears."""
+"""The most requests in flight; a storage that throttles gets fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """What a load is told besides state and ranks, checked."""
+    """The options of a load, checked."""
 
     base: Location
     verify: bool
     thread_count: int | None
     memory_limit_bytes: int | None
-    shared_reads: Literal["auto", "never"]
+    rename: Rename | None
+    shared_reads: Shared
     unsafe_pickle: bool
-    allow_lossy: bool
+    casts: Casts
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], *, base: Location) -> Self:
+    def of(cls, arguments: Mapping[str, Any], *, base: Location) -> Self:
         """Return the settings among the arguments of a call. Raises `InvalidInputError`."""
-        found = {one.name: given[one.name] for one in fields(cls) if one.name in given}
-        timeouts, retry = Timeouts.of(given["timeout"]), given["retry"] or RetryPolicy()
-        return cls(**{**found, "base": base, "timeouts": timeouts, "retry": retry})
+        names = {option.name for option in fields(cls)} & arguments.keys()
+        options = {name: arguments[name] for name in names}
+        options["timeouts"] = Timeouts.of(arguments["timeout"])
+        options["retry"] = arguments["retry"] or RetryPolicy()
+        return cls(**{**options, "base": base})
 
     def __post_init__(self) -> None:
         """Raise `InvalidInputError` for settings that cannot be."""
-        check_choice("shared_reads", self.shared_reads, Literal["auto", "never"])
+        check_choice("shared_reads", self.shared_reads, Shared)
+        check_choice("casts", self.casts, Casts)
+        check_rename(self.rename)
         self.transfer_options(is_remote=True)
 
     def transfer_options(self, *, is_remote: bool) -> TransferOptions:
@@ -111,7 +121,7 @@ class LoadSession:
         *,
         begin: Callable[[Phase], Deadline],
     ) -> None:
-        """Take up a load from the place that `checkpoint_id` leads to."""
+        """Begin a load from the URL that `checkpoint_id` leads to."""
         self._settings = settings
         self._location = settings.base.join(checkpoint_id)
         self._begin = begin
@@ -119,6 +129,7 @@ class LoadSession:
         self._is_coordinator = False
         self._opened: Store
         self._source: Source | None = None
+        self._stored_names: Mapping[str, str] | None = None
         self._publishing: threading.Thread | None = None
         self._newer: FormatError | None = None
 
@@ -128,7 +139,7 @@ class LoadSession:
         return self._location.url
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common for a load."""
+        """Return the values that must be equal on all ranks for a load."""
         return {
             "the checkpoint's URL": self._location.url,
             "the storage's endpoint": endpoint_of(self._location),
@@ -144,15 +155,29 @@ class LoadSession:
             self._opened = store
             options = settings.transfer_options(is_remote=store.capabilities.is_remote)
             self._source = open_source(store.bounded(deadline), options)
+            self._stored_names = None
+            if settings.rename is not None:
+                fqns = [*self._source.tensors, *sorted(self._source.blobs)]
+                names = new_names(fqns, settings.rename)
+                self._stored_names = {name: fqn for fqn, name in names.items()}
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
-        """Open the checkpoint anew and return what it holds, entry by entry where `lazy`."""
+        """Open the checkpoint again and return its metadata; `lazy` makes entries when read."""
         self._source = None
-        return metadata_of(self.open(), url=self.url, lazy=lazy)
+        source = self.open()
+        return metadata_of(source, url=self.url, lazy=lazy, stored_names=self._stored_names)
+
+    def stored_names(self, plan: LoadPlan) -> Mapping[str, str] | None:
+        """Return the stored name of each value of a plan; None if no value has another name."""
+        names = self._stored_names
+        if names is None:
+            return None
+        fqns = {item.storage_index.fqn for item in plan.items}
+        return {fqn: names[fqn] for fqn in fqns if fqn in names}
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
-        """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
+        """Record the rank; the coordinator also publishes the save of a saver that crashed."""
         self._is_coordinator = is_coordinator
         self.rank = rank
         source, store = self.open(), self._opened
@@ -181,7 +206,7 @@ class LoadSession:
             log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
 
     def _finish_publishing(self, deadline: Deadline) -> None:
-        """Wait for what `set_up` began; raise what it found of a newer save."""
+        """Wait for the thread of `set_up`; raise its error about a newer save."""
         if self._publishing is not None:
             self._publishing.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
             if self._publishing.is_alive():
@@ -190,45 +215,61 @@ class LoadSession:
         if newer is not None:
             raise newer
 
-    def found(self) -> dict[str, str]:
-        """Return what all ranks must have found alike."""
+    def save_terms(self) -> dict[str, str]:
+        """Return the save that was opened, which must be the same on all ranks."""
         source = self.open()
         save = f"{source.format} {source.save_id}"
         return {"the checkpoint's URL": self._location.url, "the save to read": save}
 
     def share_unit(self, world_size: int) -> int | None:
-        """Return the longest unit that ranks share; None: nothing, and plans need not travel."""
-        source = self.open()
+        """Return the longest unit that ranks share; None: they share nothing, and send no plans."""
+        source, wish = self.open(), self._settings.shared_reads
         if (
-            self._settings.shared_reads == "never"
+            wish == "never"
             or world_size == 1
-            # From the page cache every rank has the bytes.
-            or not self._opened.capabilities.is_remote
+            # A local disk serves all ranks of its host from the page cache; a mount does not.
+            or (wish == "auto" and not self._opened.capabilities.is_remote)
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
         return unit_for(self._settings.transfer_options(is_remote=True).part_bytes)
 
-    def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
-        """Return who reads what several ranks need; None: each for itself. Coordinator only."""
+    def share_orders(
+        self, plans: list[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
+    ) -> Sequence[ShareOrder | None]:
+        """Return who reads what several ranks need; None: each for itself. Coordinator only.
+
+        `stored_names` is what `stored_names` returned on each rank.
+        """
         source, unit_bytes = self.open(), self.share_unit(len(plans))
         orders = None
         if unit_bytes is not None and can_plan(sum(len(plan.items) for plan in plans)):
             orders = plan_shares(
-                wanted_regions(plans),
+                wanted_regions(plans, stored_names),
                 partial(_shape_of, source),
                 world_size=len(plans),
                 unit_bytes=unit_bytes,
+                is_forced=self._settings.shared_reads == "always",
             )
         return orders or [None] * len(plans)
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, links: Links | None = None) -> None:
+    def read(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        links: Links | None = None,
+        *,
+        begin: Callable[[Phase], Deadline] | None = None,
+    ) -> None:
         """Read this rank's items into the planner's targets, and commit them once all is verified.
 
-        With `links`, which all ranks then give, together with others.
+        With `links`, which all ranks then give, together with others. `begin` starts the phase in
+        place of the session's own.
         """
         source, settings = self.open(), self._settings
-        deadline = self._begin("load")
+        names = self._stored_names or chain(source.tensors, source.blobs)
+        warn_of_unfilled(getattr(planner, "original_state_dict", None), names, self.url)
+        deadline = (begin or self._begin)("load")
         store = self._opened.bounded(deadline)
         is_remote = store.capabilities.is_remote
         options = settings.transfer_options(is_remote=is_remote)
@@ -249,7 +290,8 @@ class LoadSession:
                 planner,
                 buffer_count=max(1, min(options.thread_count + 1, share)),
                 verify=settings.verify,
-                allow_lossy=settings.allow_lossy,
+                casts=settings.casts,
+                stored_names=self._stored_names,
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split
@@ -257,8 +299,16 @@ class LoadSession:
                 own, shared = parts or (items.reads, None)
                 # A disk likes order; servers like to be asked for several things at a time.
                 reads = chunks.plan(own, turn=self.rank if is_remote else None)
-                total_bytes = sum(read.stop - read.start for read in reads)
-                total_bytes += 0 if shared is None else shared.total_bytes
+                own_bytes = sum(read.stop - read.start for read in reads)
+                shared_bytes = 0 if shared is None else shared.total_bytes
+                total_bytes = own_bytes + shared_bytes
+                if log.isEnabledFor(logging.DEBUG):
+                    counts = (items.wanted_bytes, own_bytes, len(reads), shared_bytes)
+                    log.debug(
+                        "%s: rank %d wants %d bytes. It reads %d bytes in %d requests by itself, "
+                        "and %d bytes together with other ranks.",
+                        *(self.url, self.rank, *counts),
+                    )
                 deadline.watch.expect(total_bytes)
                 bar, save_id = self._is_coordinator, source.save_id
                 with reporting(
@@ -272,6 +322,7 @@ class LoadSession:
                     items.read_opaque(chunks)
             items.finish()
         items.commit(unsafe_pickle=settings.unsafe_pickle)
+        items.checker.report(self.url)
         self._finish_publishing(deadline)
 
 

@@ -34,9 +34,9 @@ from ckpt_storage.transfer.workers import Workers
 log = logging.getLogger("ckpt_storage")
 
 _MOST_MEMBERS = 1_000_000
-"""Nobody shares above so many pairs of a unit and a rank that wants it.
+"""The most pairs of a unit and a rank that wants it; with more, each rank reads for itself.
 
-The coordinator plans them alone while all others wait: about a second for so many."""
+The coordinator plans them while all others wait: about a second for so many."""
 
 _WORTH = 1.5
 """Sharing must spare a third of what ranks would read of a chunk."""
@@ -66,7 +66,7 @@ Piece = tuple[Key, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What `owner` reads at once and passes on to the other `ranks`: some pieces of chunks."""
+    """Pieces of chunks that `owner` reads in one request and sends to the other `ranks`."""
 
     number: int
     owner: int
@@ -100,7 +100,7 @@ def unit_for(part_bytes: int) -> int | None:
 
 
 def can_plan(member_count: int) -> bool:
-    """Return whether so many pairs of a unit and a rank may be planned; say so where not."""
+    """Return whether so many pairs of a unit and a rank may be planned; log if not."""
     if member_count <= _MOST_MEMBERS:
         return True
     log.info(
@@ -117,11 +117,13 @@ def plan_shares(
     *,
     world_size: int,
     unit_bytes: int,
+    is_forced: bool = False,
 ) -> list[ShareOrder] | None:
     """Return the order for each rank, None if it does not pay; pure.
 
     `wants` has the regions of each chunk by rank, `shape_of` its sizes and the bytes of an element.
     Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
+    `is_forced`: any saving pays.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values()))):
@@ -148,7 +150,7 @@ def plan_shares(
             member_count += len(ranks)
         if not can_plan(member_count):
             return None
-    if saved_bytes < _LEAST_SAVED_BYTES:
+    if saved_bytes < (1 if is_forced else _LEAST_SAVED_BYTES):
         return None
     mine: list[list[Unit]] = [[] for _ in range(world_size)]
     load_bytes = [0] * world_size
@@ -273,9 +275,9 @@ class SharedReads:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Note why this rank gives up, in whatever thread, and tell the others at once."""
+        """Record why this rank gives up, from any thread, and report it to the others at once."""
         self._failures.append(error)
-        # Other threads give up from here on, and may be the first to tell.
+        # Other threads give up from here on, and may report first.
         error = self._failures[0]
         if not isinstance(error, CheckpointError):
             error = CheckpointError(
@@ -330,9 +332,9 @@ def joined(
     ranges: RangeReader,
     split: Callable[[ShareOrder], _Split | None] | None,
 ) -> Iterator[tuple[Sequence[ChunkRead], SharedReads] | None]:
-    """Give what this rank reads alone, and with others; None on all ranks if any cannot share.
+    """Yield the reads of this rank alone and the shared ones; None if any rank cannot share.
 
-    `split` tells the reads of a rank apart by what is shared; None: this rank shares nothing.
+    `split` returns the reads of a rank in these two groups; None: this rank shares nothing.
     """
     options, parts = ranges.options, None
     # A unit goes through one buffer, which must not be more than a part may be.
@@ -350,7 +352,7 @@ def joined(
             window = max(1, min(window, options.thread_count))
             yield parts[0], SharedReads(order, parts[1], peers, ranges, window=window)
     except BaseException:
-        # What is under way between these ranks belongs to nobody now.
+        # No rank waits for messages in flight any more.
         is_joined = False
         raise
     finally:

@@ -22,15 +22,18 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
+    Casts,
     PageCache,
     Progress,
     RetryPolicy,
+    Shared,
     StockMetadata,
     Timeouts,
     UnsafeValues,
     check_choice,
 )
 from ckpt_storage.saves.options import Chained
+from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -374,13 +377,14 @@ class CheckpointManager:
         url: str | os.PathLike[str] | None = None,
         check: Check = "read",
         planner: LoadPlanner | None = None,
+        rename: Rename | None = None,
         progress: Progress = None,
         verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
-        shared_reads: Literal["auto", "never"] = "auto",
+        shared_reads: Shared = "auto",
         unsafe_pickle: bool = False,
-        allow_lossy: bool = False,
+        casts: Casts = "checked",
     ) -> Restored | None:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 

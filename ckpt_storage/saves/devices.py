@@ -18,7 +18,7 @@ import torch
 log = logging.getLogger("ckpt_storage")
 
 _warned: set[str] = set()
-"""What this process has logged already, and logs once."""
+"""Warnings that this process has logged, each once."""
 
 
 def warn_unlocked(size_bytes: int, reason: str) -> None:
@@ -27,13 +27,13 @@ def warn_unlocked(size_bytes: int, reason: str) -> None:
         _warned.add("unlocked")
         log.warning(
             "%d bytes of host memory cannot be page-locked (%s): copies from the GPU are slower. "
-            "Check the limit on locked memory (ulimit -l) and the memory that is free.",
+            "Check the limit on locked memory (ulimit -l) and the free memory.",
             *(size_bytes, reason),
         )
 
 
 def fork_stream(device: torch.device) -> Any:  # noqa: ANN401  # a Stream
-    """Return a stream of `device` that begins behind what this thread has enqueued there."""
+    """Return a stream of `device` that waits for the work that this thread has enqueued there."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -41,10 +41,10 @@ def fork_stream(device: torch.device) -> Any:  # noqa: ANN401  # a Stream
 
 
 def clear_last_error(runtime: Any, device: torch.device) -> None:  # noqa: ANN401  # torch types it as a module
-    """Clear the error that a failed call of the CUDA runtime has left in this thread.
+    """Clear the error that a failed call of the CUDA runtime has set in this thread.
 
     The next kernel that torch starts would raise it. Torch has no binding of `cudaGetLastError`,
-    and the process may hold several copies of the runtime; so a kernel of torch's takes it.
+    and the process may hold several copies of the runtime; so a kernel of torch's clears it.
     """
     with torch.cuda.device(device), suppress(RuntimeError):
         if hasattr(runtime, "cudaGetLastError"):
@@ -66,7 +66,7 @@ class DeviceReader:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
             stream = self._streams[device]
-            # What the caller has enqueued must be in the tensors before they are copied.
+            # The work that the caller has enqueued must end before the tensors are copied.
             stream.wait_stream(torch.cuda.current_stream(device))
         pending: deque[tuple[torch.Tensor, Any]] = deque()
         try:
@@ -114,6 +114,6 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous host tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    # Not `reshape`: it leaves the stride of a single element, which may be anything.
+    # Not `reshape`: it keeps the stride of a single element, which may have any value.
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
-from ckpt_storage.loads.resolving import PLAIN, dtype_name, is_freed, plain_names
+from ckpt_storage.loads.tensors import PLAIN, dtype_name, is_freed, plain_names
 
 from .devices import DeviceReader, byte_view
 from .shardfile import Item

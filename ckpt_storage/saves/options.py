@@ -38,7 +38,7 @@ STEP_NAMES = ("step", "global_step", "iteration")
 _warned: list[bool] = []
 
 Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
-"""What `save(consolidate=...)` takes: whether, where to, or all options."""
+"""The values of `save(consolidate=...)`: whether, the output, or all options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +76,10 @@ class SaveOptions:
         return cls(**{**{name: arguments[name] for name in names}, "timeouts": timeouts})
 
     def with_step_of(self, state: object) -> Self:
-        """Return options with the step of `state`, where an overwriting save was given none.
+        """Return options with the step of `state`, for an overwriting save without a step.
 
-        That is a plain integer at its top, under one of `STEP_NAMES`. Without any, saves of a URL
-        that stays the same cannot be told apart, which is logged once a process.
+        That is a plain integer at its top, under one of `STEP_NAMES`. Without it, saves to a URL
+        that stays the same cannot be distinguished, which is logged once a process.
         """
         if self.step is not None or not self.overwrite:
             return self
@@ -98,7 +98,7 @@ class SaveOptions:
         return self
 
     def identity(self, url: str) -> Identity:
-        """Return what tells a save to `url` apart from the other saves of a run."""
+        """Return the identity of a save to `url` among the saves of a run."""
         return Identity(kind="the save", url=url, step=self.step, restores=self.restores)
 
     def anchored(self) -> SaveOptions:
@@ -111,7 +111,7 @@ class SaveOptions:
         return replace(self, consolidate=chained)
 
     def place(self, url: str | os.PathLike[str]) -> Location:
-        """Return where a save to `url` goes. Raises `InvalidInputError` for it or an option."""
+        """Return the location of a save to `url`. Raises `InvalidInputError`."""
         self.transfer(None)
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
@@ -128,14 +128,14 @@ class SaveOptions:
         elif chained is not True and chained is not options:
             raise InvalidInputError(
                 f"consolidate is {chained!r:.80}.",
-                next_step="Give True, the URL of the output, or ConsolidateOptions.",
+                next_step="Pass True, the URL of the output, or ConsolidateOptions.",
             )
         options = replace(options, page_cache=options.page_cache or self.page_cache)
         job = ConsolidateJob.of(source, options)
         return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:
-        """Return how bytes go to a storage; None: to any remote one."""
+        """Return the options of transfers to a storage; None: to any remote storage."""
         return write_options(
             capabilities,
             thread_count=self.thread_count,

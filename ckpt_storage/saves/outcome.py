@@ -1,4 +1,4 @@
-"""What a save comes to on one rank, as one table; the page *Errors* shows the same table."""
+"""The outcome of a failed save on one rank, as one table; it is on the page *Errors*, too."""
 
 from __future__ import annotations
 
@@ -10,42 +10,39 @@ Stage = Literal["writing", "reported", "committing"]
 member's report may have been sent. committing: the coordinator may have sent the request to commit.
 """
 
-Cause = Literal["none", "failure", "unexpected", "hang", "interrupt", "undecided"]
-"""none: the outcome was released. failure: this rank failed, or all ranks learned of a failure.
-unexpected: the same, by an error that is no `CheckpointError`. hang: the same, by a deadline or by
-silence, so that something may still be writing. interrupt: KeyboardInterrupt or SystemExit.
-undecided: whether the coordinator commits cannot be seen.
+Cause = Literal["failure", "unexpected", "hang", "interrupt", "undecided"]
+"""failure: this rank failed, or all ranks learned of a failure. unexpected: the same, by an error
+that is no `CheckpointError`. hang: the same, by a deadline or by silence, so that a rank may still
+be writing. interrupt: KeyboardInterrupt or SystemExit. undecided: whether the coordinator commits
+cannot be seen.
 """
 
-StorageSays = Literal["not asked", "committed", "absent"]
-"""absent: the save is not the head of the log, or the log cannot be read."""
+StorageState = Literal["committed", "absent"]
+"""absent: the save is not the head of the log, the log cannot be read, or it was not asked."""
 
-Action = Literal["return", "raise", "ask storage", "raise with info", "raise unknown"]
+Action = Literal["raise", "raise with info", "raise unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Situations and what a rank makes of them; "*" stands for any value.
+    """Situations and the outcome for a rank; "*" stands for any value.
 
-    `discards`: the coordinator deletes what all ranks wrote.
+    `discards`: the coordinator deletes the files of all ranks.
     """
 
     rank: Literal["coordinator", "member", "*"]
     stage: Stage | Literal["*"]
     cause: Cause | Literal["*"]
-    storage: StorageSays | Literal["*"]
+    storage: StorageState | Literal["*"]
     action: Action
     discards: bool = False
 
 
 TABLE = (
-    Row("*", "*", "none", "*", "return"),
     # Without the report of every rank there is no commit.
     Row("*", "writing", "undecided", "*", "raise"),
-    Row("*", "*", "undecided", "not asked", "ask storage"),
+    Row("*", "*", "undecided", "committed", "raise with info"),
     Row("*", "*", "undecided", "absent", "raise unknown"),
-    Row("coordinator", "*", "undecided", "committed", "return"),
-    Row("member", "*", "undecided", "committed", "raise with info"),
     # The request that commits may still be in flight.
     Row("*", "committing", "interrupt", "*", "raise unknown"),
     Row("*", "committing", "unexpected", "*", "raise unknown"),
@@ -54,17 +51,13 @@ TABLE = (
     # A rank that hangs may still write. What failed in the commit has deleted its files itself.
     Row("*", "*", "*", "*", "raise"),
 )
-"""The first row that matches counts. "Failed" is never said of a save that is committed, or may be:
-a commit that is claimed is ended by the coordinator alone.
+"""The first row that matches counts. No rank raises "failed" for a save that is, or may be,
+committed: a commit that is claimed is ended by the coordinator alone.
 """
 
 
 def outcome_of(
-    *,
-    is_coordinator: bool,
-    stage: Stage,
-    cause: Cause,
-    storage: StorageSays = "not asked",
+    *, is_coordinator: bool, stage: Stage, cause: Cause, storage: StorageState = "absent"
 ) -> Row:
     """Return the row of `TABLE` for a situation; pure."""
     situation = ("coordinator" if is_coordinator else "member", stage, cause, storage)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.names import DTYPES
-from ckpt_storage.loads.resolving import PLAIN, Placements, dtype_name, parts_of, placements_key
+from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of

@@ -1,7 +1,7 @@
-"""What one rank does in a save: five steps, between which the ranks exchange messages.
+"""The five steps of one rank in a save, between which the ranks exchange messages.
 
-The steps are the same in a trainer and in its worker process. The caller passes on what they
-return: proposals and reports to the coordinator, its answers to the ranks.
+The steps are the same in a trainer and in its worker process. The caller sends their return
+values: proposals and reports to the coordinator, its answers to the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
@@ -43,7 +43,7 @@ class Answer:
     plan_id: str | None
     plan: SavePlan | None = None
     item_count: int = 0
-    ticket: Grant | None = None
+    ticket: SaveTicket | None = None
 
 
 class RankSave:
@@ -51,7 +51,7 @@ class RankSave:
 
     `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
     `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
-    other ranks are returned and taken as pickled bytes, which the caller passes on unopened.
+    other ranks are pickled bytes in arguments and results, which the caller does not unpickle.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RankSave:
         self._cached: CachedPlan | None = None
         self._metadata: Metadata | None = None
         self._plan: SavePlan | None = None
-        self._ticket: Grant | None = None
+        self._ticket: SaveTicket | None = None
 
     def propose(self) -> Any:  # noqa: ANN401  # a `Proposal`, packed or not
         """Return this rank's plan, or the id of the cached plan of an equal state."""
@@ -78,7 +78,7 @@ class RankSave:
     def decide(self, proposals: Sequence[Any]) -> Any:  # noqa: ANN401  # of `Answer`, packed or not
         """Plan for all ranks and begin the save on the storage; coordinator only.
 
-        Returns one answer for all ranks, or `ByRank`. Raises what refuses the save.
+        Returns one answer for all ranks, or `ByRank`. Raises why the save is refused.
         """
         assert self._local is not None  # noqa: S101  # it has proposed
         session, cached = self._session, self._cached
@@ -126,7 +126,7 @@ class RankSave:
             self._cached = None
             return None
         if answer.plan is None:
-            assert cached is not None  # noqa: S101  # it proposed that one
+            assert cached is not None  # noqa: S101  # it proposed its id
             self._plan = cached.plan
         else:
             self._plan = local.planner.finish_plan(answer.plan)
@@ -156,11 +156,11 @@ class RankSave:
         return self._session.finish(self._metadata, opened)
 
     def close(self) -> None:
-        """Release nothing: the steps run in the caller's process."""
+        """Do nothing: the steps run in the caller's process."""
 
     def _pack(self, value: object) -> Any:  # noqa: ANN401  # bytes or the value
         return pickle.dumps(value) if self._packs else value
 
 
-def _unpacked(value: object) -> Any:  # noqa: ANN401  # what was packed, or the value itself
+def _unpacked(value: object) -> Any:  # noqa: ANN401  # of any kind
     return pickle.loads(value) if isinstance(value, bytes) else value  # noqa: S301  # our own ranks

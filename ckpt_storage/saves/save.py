@@ -29,7 +29,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
-from ckpt_storage.loads.resolving import plain_state
+from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.options import (
     PageCache,
     Progress,
@@ -40,7 +40,7 @@ from ckpt_storage.options import (
 )
 
 from .options import Chained, SaveOptions
-from .outcome import Cause, Stage, StorageSays, outcome_of
+from .outcome import Cause, Stage, outcome_of
 from .planning import LocalPlan
 from .rank_save import RankSave
 from .session import SaveSession
@@ -69,7 +69,7 @@ def save(  # the public surface, all keyword-only
     unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
-    """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
+    """Save `state` as one checkpoint and return its record; all ranks of the group call this.
 
     Does what `dcp.save` does. No collective runs on any process group, and each phase has its own
     deadline. A rank that fails, dies or hangs is named by an error on every live rank. Ranks agree
@@ -83,13 +83,13 @@ def save(  # the public surface, all keyword-only
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: four minutes).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
-        step: the training step. Ranks that come with different steps never commit together: the
+        step: the training step. Ranks with different steps never commit together: the
             save of the lower step fails, so that a rank which skipped a save loses that save only.
             Default with `overwrite`: a plain integer `step`, `global_step` or `iteration` at the
             top of `state`.
         consolidate: True, the URL of an output, or `ConsolidateOptions`: once it is committed, all
             ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`
-            does; default output: `hf` below `url`. The returned `export` says where.
+            does; default output: `hf` below `url`. The returned `export` is its URL.
         storage_options: passed to the fsspec file system.
         planner: a DCP `SavePlanner`; default `DefaultSavePlanner()`, whose plans are kept for later
             saves of a state of the same structure.
@@ -107,7 +107,7 @@ def save(  # the public surface, all keyword-only
         CheckpointError: on every live rank, naming the rank that failed, the phase and what to
             do: `RankMismatchError` before anything was written, `CheckpointExistsError` before
             anything can be seen, `PhaseTimeoutError`, `RankFailedError`, `StorageError`,
-            `CommitConflictError` (not committed), `CommitUnknownError` (it cannot be told). The
+            `CommitConflictError` (not committed), `CommitUnknownError` (not known). The
             checkpoint that was there before stays readable. The checkpoint is committed (`info`)
             with `NotPublishedError`: torch's own readers do not find it, and no consolidation was
             begun; with `ConsolidationError`: only its consolidation failed; and with a
@@ -116,7 +116,7 @@ def save(  # the public surface, all keyword-only
     """
     arguments = locals()
     timeouts = Timeouts()
-    with suppress(CheckpointError):  # raised by `capture`, where the other ranks learn of it
+    with suppress(CheckpointError):  # raised by `capture`, which reports it to the other ranks
         timeouts = Timeouts.of(timeout)
 
     def capture() -> dict[str, Any]:
@@ -128,10 +128,10 @@ def save(  # the public surface, all keyword-only
 
 
 class SaveSteps(Protocol):
-    """What `run_save` calls on each rank; as `RankSave`, in this process or in a worker."""
+    """The steps of a save on one rank: `RankSave`, in this process or in a worker."""
 
     def propose(self) -> object:
-        """Return what this rank proposes."""
+        """Return this rank's proposal."""
 
     def decide(self, proposals: Sequence[Any]) -> object:
         """Return the answer to all proposals; coordinator only."""
@@ -146,7 +146,7 @@ class SaveSteps(Protocol):
         """Commit; coordinator only."""
 
     def close(self) -> None:
-        """Release what the steps hold."""
+        """Release the resources of the steps."""
 
 
 def save_on(
@@ -155,7 +155,7 @@ def save_on(
     url: str | os.PathLike[str],
     options: SaveOptions,
 ) -> CheckpointInfo:
-    """Save in an operation of all `ranks`; as `save`. What `capture` raises reaches all ranks."""
+    """Save in an operation of all `ranks`, as `save`; an error of `capture` reaches all ranks."""
 
     def begin(_operation: Operation, session: SaveSession) -> SaveSteps:
         make_plan = partial(
@@ -181,7 +181,7 @@ def run_save(
 ) -> CheckpointInfo:
     """Run a save, and its consolidation, as one operation of all `ranks`.
 
-    `begin` captures the state of this rank. If the save fails before its commit, what it wrote is
+    `begin` captures the state of this rank. If the save fails before its commit, its files are
     deleted, unless a rank may still be writing. In the background SystemExit and KeyboardInterrupt
     are errors.
     """
@@ -203,7 +203,7 @@ def run_save(
             operation.what = f"the save to {session.url}"
             identity = options.identity(session.url)
             if options.step is not None:
-                # Of another step than this one, a save does not fail with it.
+                # A save of another step does not fail with this one.
                 operation.identify(identity)
             job = options.consolidation(session.location)
             terms = session.terms() | (job.terms() if job else {"consolidate": "no"})
@@ -246,19 +246,36 @@ def _write_and_commit(
     except BaseException as error:
         if operation.is_coordinator and operation.deadline.phase == "commit":
             stage = "committing"
+        cause, info = _cause_of(error), None
+        if cause == "undecided" and stage != "writing":
+            info = find_outcome(operation, session, error)
         outcome = outcome_of(
-            is_coordinator=operation.is_coordinator, stage=stage, cause=_cause_of(error)
+            is_coordinator=operation.is_coordinator,
+            stage=stage,
+            cause=cause,
+            storage="absent" if info is None else "committed",
         )
-        if outcome.action == "ask storage":
-            raise _settled(operation, session, error) from error
-        if outcome.action == "raise unknown":
-            message = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"
-            unknown = unknown_outcome(message, operation, session)
-            operation.report(unknown)
-            if in_background:
-                raise unknown from error
         operation.is_void = outcome.discards and operation.save_id is not None
-        raise
+        if outcome.action == "raise":
+            raise
+        reason = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"
+        if cause == "undecided":
+            rank = operation.coordinator_rank
+            reason = f"Rank {rank}, which commits, did not report the outcome in the commit phase"
+            if info is not None:
+                raise RankFailedError(
+                    f"{reason}; save {info.save_id} to {session.url} is committed. {error}",
+                    failures={rank: str(error)},
+                    rank=rank,
+                    phase="commit",
+                    info=info,
+                ) from error
+            reason = f"{reason} ({error})"
+        unknown = unknown_outcome(reason, operation, session)
+        operation.report(unknown)
+        if cause == "interrupt" and not in_background:
+            raise
+        raise unknown from error
 
 
 def _cause_of(error: BaseException) -> Cause:
@@ -273,28 +290,10 @@ def _cause_of(error: BaseException) -> Cause:
     return "hang" if is_hang else "failure"
 
 
-def _settled(operation: Operation, session: SaveSession, cause: BaseException) -> CheckpointError:
-    """Return what a member raises that did not learn the outcome from the coordinator."""
-    info = find_outcome(operation, session, cause)
-    storage: StorageSays = "absent" if info is None else "committed"
-    outcome = outcome_of(is_coordinator=False, stage="reported", cause="undecided", storage=storage)
-    rank = operation.coordinator_rank
-    silent = f"Rank {rank}, which commits, did not report the outcome in the commit phase"
-    if outcome.action == "raise unknown" or info is None:
-        return unknown_outcome(f"{silent} ({cause})", operation, session)
-    return RankFailedError(
-        f"{silent}; save {info.save_id} to {session.url} is committed. {cause}",
-        failures={rank: str(cause)},
-        rank=rank,
-        phase="commit",
-        info=info,
-    )
-
-
 def find_outcome(
     operation: Operation, session: SaveSession, cause: BaseException
 ) -> CheckpointInfo | None:
-    """Return what was committed of a save whose commit nobody reports, None if nothing is seen."""
+    """Return the committed save whose commit no rank reports, None if the log does not show it."""
     try:
         return session.outcome(operation.save_id or "")
     except CheckpointError as failure:
@@ -317,20 +316,20 @@ def unknown_outcome(reason: str, operation: Operation, session: SaveSession) -> 
 def _consolidated(
     operation: Operation, job: ConsolidateJob, info: CheckpointInfo, *, in_background: bool
 ) -> CheckpointInfo:
-    """Consolidate what was committed. Raises `ConsolidationError` with `info`."""
+    """Consolidate the committed save. Raises `ConsolidationError` with `info`."""
     try:
         what = f"the consolidation of {info.url}"
         with as_checkpoint_errors(what, operation.global_rank, in_background=in_background):
             report = run_consolidate(operation, job)
             return replace(info, export=report.output_url)
     except CheckpointError as caught:
-        # Requests that were cancelled say so; the reason is what matters.
+        # A request that was cancelled raises that; the user needs the reason for it.
         failure = operation.failure() if isinstance(caught, StorageError) else None
         error = failure or caught
         message = f"The save to {info.url} is committed, but its consolidation failed: {error}"
-        next_step: str | None = "Load the checkpoint, or call consolidate again to go on with it."
+        next_step: str | None = "Load the checkpoint, or call consolidate again to continue it."
         if isinstance(error.__cause__, ConsolidationError):
-            # Another rank's error says all of this already.
+            # Another rank's error has all of this in it already.
             message, next_step = f"Rank {error.rank}: {error.__cause__}", None
         raise ConsolidationError(
             message,

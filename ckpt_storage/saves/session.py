@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
-from ckpt_storage.commit.attempt import Grant, begin
+from ckpt_storage.commit.attempt import SaveTicket, begin
 from ckpt_storage.commit.cleaning import delete_attempt, free_dead
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
@@ -49,7 +49,7 @@ from .shardfile import Item, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 log = logging.getLogger("ckpt_storage")
 
@@ -80,11 +80,11 @@ class SaveSession:
         self.is_coordinator = is_coordinator
         self.options = options
         self._phase = begin
-        self._grant: Grant | None = None
+        self._ticket: SaveTicket | None = None
 
     @property
     def url(self) -> str:
-        """Where the save goes to."""
+        """The URL of the checkpoint."""
         return self.location.url
 
     @cached_property
@@ -99,7 +99,7 @@ class SaveSession:
         )
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common for this save."""
+        """Return the values that all ranks must share in this save."""
         return {
             "the checkpoint's URL": self.url,
             "overwrite": str(self.options.overwrite),
@@ -109,7 +109,7 @@ class SaveSession:
             "the version of ckpt_storage": __version__,
         }
 
-    def begin(self, world_size: int, item_count: int) -> Grant:
+    def begin(self, world_size: int, item_count: int) -> SaveTicket:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
@@ -124,52 +124,53 @@ class SaveSession:
                     phase="plan",
                     next_step="Save to a storage that all ranks share.",
                 )
-            grant = begin(store, overwrite=self.options.overwrite, replaces=replaces)
-        previous = grant.previous
+            ticket = begin(store, overwrite=self.options.overwrite, replaces=replaces)
+        previous = ticket.previous
         if previous is not None and previous.save_id in replaces:
             log.warning(
                 "%s: save %s is damaged, and save %s is to replace it",
                 store.url,
                 previous.save_id,
-                grant.save_id,
+                ticket.save_id,
             )
-        log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, world_size)
+        log.info("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
         with_places = self.options.is_stock_wanted(item_count)
-        return replace(grant, world_size=world_size, with_places=with_places)
+        return replace(ticket, world_size=world_size, with_places=with_places)
 
     def write(
-        self, grant: Grant, plan: SavePlan, items: Items, ties: Mapping[str, str]
+        self, ticket: SaveTicket, plan: SavePlan, items: Items, ties: Mapping[str, str]
     ) -> RankReport:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
-        A full storage is freed of dead attempts first. After an error nothing of it is committed.
+        If the storage is full, files of dead attempts are deleted first. After an error nothing is
+        committed.
         """
-        self._grant, deadline = grant, self._phase("write")
+        self._ticket, deadline = ticket, self._phase("write")
         try:
             try:
-                return self._write(grant, plan, items, ties, deadline)
+                return self._write(ticket, plan, items, ties, deadline)
             except StorageError as error:
-                if error.kind != "no-space" or not self._has_freed(grant, deadline):
+                if error.kind != "no-space" or not self._has_freed(ticket, deadline):
                     raise
-            return self._write(grant, plan, items, ties, deadline)
+            return self._write(ticket, plan, items, ties, deadline)
         except CheckpointError as error:
             # Without this rank's report the coordinator cannot commit.
             if not isinstance(error, PhaseTimeoutError):
-                self.discard(grant.save_id, is_whole=False)
+                self.discard(ticket.save_id, is_whole=False)
             raise
 
-    def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
-        """Make room on a full storage; return whether there was anything of dead attempts."""
-        self.discard(grant.save_id, is_whole=False)
+    def _has_freed(self, ticket: SaveTicket, deadline: Deadline) -> bool:
+        """Delete files of dead attempts on a full storage; return whether there were any."""
+        self.discard(ticket.save_id, is_whole=False)
         try:
-            return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
+            return bool(free_dead(self._store.bounded(deadline), besides=ticket.save_id))
         except StorageError as error:
             log.warning("%s: files of dead attempts stay: %s", self.url, error)
             return False
 
     def _write(
         self,
-        grant: Grant,
+        ticket: SaveTicket,
         plan: SavePlan,
         items: Items,
         ties: Mapping[str, str],
@@ -178,7 +179,7 @@ class SaveSession:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
             transfer = options.transfer(store.capabilities)
-            save_id, byte_count = grant.save_id, planned_bytes(plan)
+            save_id, byte_count = ticket.save_id, planned_bytes(plan)
             files, known, unsafe = [], Vocabulary(), dict[str, str]()
             if plan.items:
                 deadline.watch.expect(byte_count)
@@ -212,7 +213,7 @@ class SaveSession:
             manifest = RankManifest(
                 save_id=save_id,
                 rank=self.rank,
-                world_size=grant.world_size,
+                world_size=ticket.world_size,
                 fqns=list(known.fqns),
                 dtypes=list(known.dtypes),
                 boxes=list(known.boxes),
@@ -225,10 +226,10 @@ class SaveSession:
             path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
         ref = FileRef.of(path, document)
-        return RankReport.of(manifest, ref, with_places=grant.with_places, ties=ties)
+        return RankReport.of(manifest, ref, with_places=ticket.with_places, ties=ties)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
-        """Yield the items; note those that `load` will refuse, or raise at them."""
+        """Yield the items; note the values that `load` will refuse, or raise at them."""
         for item in items:
             if item.unsafe is not None:
                 unsafe[item.fqn] = item.unsafe
@@ -245,13 +246,13 @@ class SaveSession:
     def _warn_of(self, unsafe: Mapping[str, str], save_id: str) -> None:
         if unsafe:
             named = [f"{fqn} ({name})" for fqn, name in unsafe.items()]
-            more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+            more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
             log.warning(
                 "save %s to %s: load will refuse values that only pickle can hold: %s%s. Save "
                 "plain values in their place, or load with unsafe_pickle=True.",
                 save_id,
                 self.url,
-                ", ".join(named[:_MOST_NAMED]),
+                ", ".join(named[:_MAX_NAMED]),
                 more,
             )
 
@@ -260,32 +261,32 @@ class SaveSession:
 
         `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
         """
-        grant, options, deadline = self._grant, self.options, self._phase("commit")
-        assert grant is not None  # noqa: S101  # it has written its part
+        ticket, options, deadline = self._ticket, self.options, self._phase("commit")
+        assert ticket is not None  # noqa: S101  # it has written its files
         try:
             with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
-                    grant,
+                    ticket,
                     metadata=metadata,
                     reports=reports,
                     user=options.user,
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):
-            # These say that it is not committed, and nobody will try again.
-            self.discard(grant.save_id, is_whole=True)
+            # It is not committed, and no rank tries again.
+            self.discard(ticket.save_id, is_whole=True)
             raise
         return CheckpointInfo.of(self.url, record)
 
     def outcome(self, save_id: str) -> CheckpointInfo | None:
-        """Return what was committed if the head is that save, else None; any rank."""
+        """Return the committed save if the head is `save_id`, else None; any rank."""
         store = self._store.bounded(Deadline("commit", _OUTCOME_S))
         head = read_log(store).head
         return CheckpointInfo.of(self.url, head) if head and head.save_id == save_id else None
 
     def discard(self, save_id: str, *, is_whole: bool) -> None:
-        """Delete what this rank, or all, wrote for a save that cannot commit; raises nothing."""
+        """Delete the files of this rank, or of all, of a save that cannot commit; never raises."""
         try:
             store = self._store.bounded(Deadline("write", _DISCARD_S))
             if is_whole:

@@ -1,4 +1,4 @@
-"""One rank's part of a save: items written as one shard file, with their table. Knows no torch."""
+"""The shard file of one rank: its items, written with their table. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.writing import ObjectWriter
 
 _SMALL_BYTES = 64 << 10
-"""Up to here joining costs less than a buffer of its own."""
+"""Up to this size joining costs less than a buffer of its own."""
 
 _GATHER_BYTES = 1 << 20
-"""What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
+"""Size of the buffer that small pieces are joined to, well within a processor's cache."""
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One item and where its bytes come from; knows no DCP and no tensor.
+    """One item and the source of its bytes; independent of DCP and tensors.
 
-    `dtype` is None for a blob, which has no box. `views` gives the payload, `payload_bytes` long,
-    as windows of at most about so many bytes; they stay as they are while anybody holds them.
-    `unsafe` names the type that makes `load` refuse a blob.
+    `dtype` is None for a blob, which has no box. `views` yields the payload, `payload_bytes` long,
+    as windows of at most about its argument in bytes; they do not change while they are referenced.
+    `unsafe` names the type for which `load` refuses a blob.
     """
 
     fqn: str
@@ -42,7 +42,7 @@ class Item:
 
 
 class ShardFileWriter:
-    """Writes one shard file, front to back: large payloads as they lie, the rest gathered."""
+    """Writes one shard file, front to back: large payloads without a copy, the rest gathered."""
 
     def __init__(self, writer: ObjectWriter, block_bytes: int) -> None:
         self.position = 0
@@ -53,14 +53,14 @@ class ShardFileWriter:
         self._frame: list[bytes] = []
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
-        # Of what was handed on, piece by piece: a payload, or all that was gathered before one.
+        # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
         self._crcs: list[int] = []
         self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
     def frame(self, data: bytes) -> None:
-        """Append what lies between payloads."""
+        """Append bytes between payloads."""
         self._frame.append(data)
         self.position += len(data)
 
@@ -76,10 +76,10 @@ class ShardFileWriter:
         self._gathered += (frame, data)
         self._gathered_bytes += len(frame) + len(data)
         if self._gathered_bytes >= _GATHER_BYTES:
-            self._hand_on_gathered()
+            self._flush_gathered()
 
     def payload(self, views: Iterable[memoryview]) -> None:
-        """Append one payload given as consecutive byte views."""
+        """Append one payload, as consecutive byte views."""
         self._end_frame()
         start = self.position
         hasher = BlockHasher(self.block_bytes)
@@ -100,9 +100,9 @@ class ShardFileWriter:
         self._frame.clear()
         self.frame_crcs.append(crc32c_of(data))
         self._gathered.append(data)
-        self._hand_on_gathered()
+        self._flush_gathered()
 
-    def _hand_on_gathered(self) -> None:
+    def _flush_gathered(self) -> None:
         data = b"".join(self._gathered)
         self._gathered.clear()
         self._gathered_bytes = 0
@@ -134,7 +134,7 @@ def write_shard(
 ) -> ShardFile:
     """Write `items`, one at least, to a shard file; after any error no upload stays open.
 
-    Adds to `known` what the items refer to.
+    Adds the names, dtypes and boxes of the items to `known`.
     """
     file, rows = ShardFileWriter(writer, block_bytes), list[tuple[int, ...]]()
     try:
@@ -173,9 +173,9 @@ def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int,
         file.small_payload(b"".join(views))
     else:
         file.payload(map(memoryview, views))
-    found = file.position - payload_start
-    if found != length:
-        raise CheckpointError(f"{item.fqn} gave {found} bytes, not {length}.")
+    actual_length = file.position - payload_start
+    if actual_length != length:
+        raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
     if tail:
         file.frame(tail)
     numbers = known.numbers(item.fqn, item.dtype, box)

@@ -82,8 +82,11 @@ credentials: Check the credentials in storage_options or the environment.
     AuthenticationFailed InvalidAccessKeyId InvalidAuthenticationInfo InvalidSecurity
     NoAuthenticationInformation SignatureDoesNotMatch asyncssh.PermissionDenied
     azure.ClientAuthenticationError azure.CredentialUnavailableError botocore.NoAuthTokenError
-    botocore.NoCredentialsError botocore.PartialCredentialsError botocore.SSOError
-    google.DefaultCredentialsError paramiko.AuthenticationException
+    botocore.PartialCredentialsError botocore.SSOError paramiko.AuthenticationException
+credentials: Give credentials, or storage_options={"anon": True} if the bucket is public.
+    botocore.NoCredentialsError
+credentials: Give credentials, or storage_options={"token": "anon"} if the bucket is public.
+    google.DefaultCredentialsError
 credentials: Set this machine's clock: it differs too much from the storage's.
     RequestTimeTooSkewed
 credentials again: Renew the credentials; a retry looks those of the environment up again.

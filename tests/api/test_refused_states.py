@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,52 +219,6 @@ each_load = pytest.mark.parametrize(
 
 
 @each_load
-def test_a_cast_that_changes_the_kind_of_value_needs_leave(
-    tmp_path: Path, door: Callable[..., object]
-) -> None:
-    """What would lose a fraction, an imaginary part or all but truth names key and both types."""
-    for number, (stored, wanted) in enumerate(
-        [
-            (torch.float32, torch.int64),
-            (torch.complex64, torch.float32),
-            (torch.complex64, torch.int32),
-            (torch.int64, torch.bool),
-            (torch.bfloat16, torch.bool),
-        ]
-    ):
-        value = torch.tensor([0.5, 2]).to(stored)
-        path = tmp_path / str(number)
-        dcp_cases.save({"value": value}, path)
-        target = {"value": torch.zeros(2, dtype=wanted)}
-        with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException)) as caught:
-            door(target, path)
-        assert f"value is stored as {str(stored)[6:]}" in str(caught.value)
-        assert str(wanted)[6:] in str(caught.value)
-        assert int(torch.count_nonzero(target["value"])) == 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            door(target, path, allow_lossy=True)
-            assert same(target["value"], value.to(wanted))
-
-
-def test_a_cast_within_a_kind_needs_none(tmp_path: Path) -> None:
-    """Fewer bits of the same kind, and a kind that holds the other, are loaded as ever."""
-    casts = {
-        torch.float32: torch.bfloat16,
-        torch.float64: torch.float32,
-        torch.int64: torch.int32,
-        torch.int32: torch.float32,
-        torch.bool: torch.float32,
-        torch.bfloat16: torch.complex64,
-    }
-    state = {str(dtype): torch.tensor([0, 1, 3]).to(dtype) for dtype in casts}
-    target = {str(dtype): torch.zeros(3, dtype=wanted) for dtype, wanted in casts.items()}
-    dcp_cases.save(dict(state), tmp_path / "c")
-    ckpt_storage.load(target, tmp_path / "c")
-    assert same(target, {name: state[name].to(value.dtype) for name, value in target.items()})
-
-
-@each_load
 def test_one_target_for_two_values_needs_leave(tmp_path: Path, door: Callable[..., object]) -> None:
     """Tied targets take equal values; where the values differ, the error names both."""
     tied, target = seeded(1, 40, 7), torch.zeros(40, 7)
@@ -274,4 +227,4 @@ def test_one_target_for_two_values_needs_leave(tmp_path: Path, door: Callable[..
     assert same(target, tied)
     with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"a and c"):
         door({"a": target, "c": target}, tmp_path / "c")
-    door({"a": target, "c": target}, tmp_path / "c", allow_lossy=True)
+    door({"a": target, "c": target}, tmp_path / "c", casts="any")

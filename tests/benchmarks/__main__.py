@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from bandwidth import Bandwidth
 from measure import Comparison
 from scenarios import SCENARIOS, measure
 
@@ -32,6 +33,9 @@ def main() -> None:
     parser.add_argument("url", nargs="?", help="folder or URL; a new folder below it is used")
     parser.add_argument("--serve", action="store_true", help="an in-memory S3 server, no URL")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="added by that server")
+    parser.add_argument(
+        "--bandwidth-mb", type=float, default=0.0, help="bound of all reads, in MB/s"
+    )
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gib", type=float, default=1.2, help="size of the whole state")
@@ -43,14 +47,21 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.serve == (asked.url is not None):
         parser.error("give either a URL or --serve")
-    with _storage(asked) as (url, options, count), tempfile.TemporaryDirectory() as scratch:
+    bandwidth = Bandwidth(asked.bandwidth_mb * 1e6) if asked.bandwidth_mb else None
+    with (
+        _storage(asked, bandwidth) as (url, options, count),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         mp.spawn(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            measure, (asked, url, options, count, scratch), nprocs=asked.ranks
+            measure, (asked, url, options, count, scratch, bandwidth), nprocs=asked.ranks
         )
         # Written by our own rank 0, a moment ago.
         found: list[Comparison] = torch.load(f"{scratch}/result", weights_only=False)
     facts = {
-        **{name: vars(asked)[name] for name in ("ranks", "runs", "gib", "latency_ms")},
+        **{
+            name: vars(asked)[name]
+            for name in ("ranks", "runs", "gib", "latency_ms", "bandwidth_mb")
+        },
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processors": os.cpu_count(),
@@ -75,14 +86,16 @@ def _print(heading: str, found: list[Comparison]) -> None:
 
 
 @contextmanager
-def _storage(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Any]]:
+def _storage(
+    asked: argparse.Namespace, bandwidth: Bandwidth | None
+) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Yield the URL of a new folder, its storage options and our server's count of requests."""
     folder = f"bench-{uuid.uuid4().hex[:12]}"
     if not asked.serve:
         options = dict(option.split("=", 1) for option in asked.storage_option)
         yield f"{asked.url.rstrip('/')}/{folder}", options, None
         return
-    with CountingServer() as server:
+    with CountingServer(bandwidth) as server:
         server.create_bucket("bench")
         delay_s = asked.latency_ms / 1e3
         server.faults([FaultRule(action="delay", delay_s=delay_s, times=0)] if delay_s else [])
@@ -92,14 +105,20 @@ def _storage(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], A
 class CountingServer(S3Server):
     """A server whose count of requests other processes can read."""
 
-    def __init__(self) -> None:
+    def __init__(self, bandwidth: Bandwidth | None) -> None:
         super().__init__()
+        self._bandwidth = bandwidth
         self.count = mp.get_context("spawn").Value("q", 0)
 
     def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
         with self.count.get_lock():
             self.count.value += 1
         return super().begin(op, bucket, key)
+
+    def note(self, record: RequestRecord, **figures: int) -> None:
+        super().note(record, **figures)
+        if self._bandwidth is not None and figures.get("bytes_out"):
+            self._bandwidth.take(figures["bytes_out"])
 
 
 if __name__ == "__main__":

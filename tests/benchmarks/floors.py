@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import crc32c
 import fsspec.core
+import torch
 
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
+_PIECES_READ = 4
 _BLOCK_BYTES = 64 << 10
 _AT_ONCE = 8
 _IO_VECTORS = 1024
@@ -27,6 +29,47 @@ def checksum(view: memoryview) -> None:
     """Compute the CRC-32C of each block of 64 KiB, as a reader does that checks them."""
     for at in range(0, len(view), _BLOCK_BYTES):
         crc32c.crc32c(view[at : at + _BLOCK_BYTES])
+
+
+def put_matrices(path: Path, matrices: Sequence[torch.Tensor]) -> list[int]:
+    """Write matrices one after the other; return the CRC-32C of each block for `load_columns`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    crcs: list[int] = []
+    with path.open("wb", 0) as file:
+        for matrix in matrices:
+            step = max(1, _PIECE_BYTES // matrix[0].nbytes)
+            for rows in torch.split(matrix, step):
+                array: Any = rows.contiguous().view(torch.uint8).reshape(-1).numpy()
+                view = memoryview(array)
+                starts = range(0, len(view), _BLOCK_BYTES)
+                crcs += [crc32c.crc32c(view[at : at + _BLOCK_BYTES]) for at in starts]
+                _whole(os.writev, file.fileno(), [view])
+    return crcs
+
+
+def load_columns(
+    path: Path, crcs: Sequence[int], targets: Sequence[tuple[torch.Tensor, int, int]]
+) -> None:
+    """Fill targets with columns of the matrices of a file, in their order; plain code.
+
+    With each target come the bytes of a row in the file and the first column. Reads 4 MiB, checks
+    each MiB and copies the wanted columns out of it at once.
+    """
+    known, longest = iter(crcs), max(row_bytes for _, row_bytes, _ in targets)
+    buffer = memoryview(bytearray(_PIECES_READ * max(_PIECE_BYTES, longest)))
+    with path.open("rb", 0) as file:
+        for target, row_bytes, first in targets:
+            step = max(1, _PIECE_BYTES // row_bytes)
+            for pieces in torch.split(target, _PIECES_READ * step):
+                whole = buffer[: len(pieces) * row_bytes]
+                _whole(os.readv, file.fileno(), [whole])
+                for at, rows in enumerate(torch.split(pieces, step)):
+                    piece = whole[at * step * row_bytes :][: len(rows) * row_bytes]
+                    for start in range(0, len(piece), _BLOCK_BYTES):
+                        if crc32c.crc32c(piece[start : start + _BLOCK_BYTES]) != next(known):
+                            raise ValueError(f"{path} is damaged")
+                    stored = torch.frombuffer(piece, dtype=rows.dtype).view(len(rows), -1)
+                    rows.copy_(stored[:, first : first + rows.shape[1]])
 
 
 class Floor(Protocol):

@@ -45,15 +45,20 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination import operation as operation_module
-from ckpt_storage.coordination.conversation import Conversation
+from ckpt_storage.coordination import operation_rounds as rounds_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.keyvalue import COORDINATOR, KeyValues, LostStoreError, StoreClient
+from ckpt_storage.coordination.keyvalue import (
+    COORDINATOR,
+    KeyListener,
+    KeyValues,
+    LostStoreError,
+    StoreClient,
+)
 from ckpt_storage.coordination.lane import Lane
-from ckpt_storage.coordination.listener import KeyListener
 from ckpt_storage.coordination.liveness import FailureDetector, RankProcess
+from ckpt_storage.coordination.operation_rounds import OperationRounds
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.options import Timeouts
 
@@ -220,14 +225,14 @@ class _LateListener:
         return False
 
 
-class _OneThread(Conversation):
-    """A conversation that waits in the thread of its rank."""
+class _OneThread(OperationRounds):
+    """Rounds that wait in the thread of their rank."""
 
-    def wait_for(self, value_of: Callable[[], Any], end_s: float) -> Any:
+    def wait_for(self, get_value: Callable[[], Any], end_s: float) -> Any:
         listener = cast("_LateListener", self._listener)
-        while not value_of() and listener.wait():
+        while not get_value() and listener.wait():
             pass
-        return super().wait_for(value_of, end_s)
+        return super().wait_for(get_value, end_s)
 
 
 class _Beats:
@@ -267,11 +272,11 @@ class _SharedDetector(FailureDetector):
             _beats().plan(self, _NUDGE_S, is_nudge=True)
 
     def stop(self) -> None:
-        self._has_ended = True
+        self._ended.set()
         self._close()
 
     def beat(self, *, is_nudge: bool) -> None:
-        if self._has_ended:
+        if self._ended.is_set():
             return
         try:
             self._send()
@@ -281,7 +286,7 @@ class _SharedDetector(FailureDetector):
             self._look()
             _beats().plan(self, self._beat_s)
         except LostStoreError as error:
-            self._listener.detection_failed(error)
+            self._on_error(error)
 
 
 _shared: _Beats | None = None
@@ -309,20 +314,17 @@ def _either(shared: Callable[..., Any], own: Callable[..., Any]) -> Callable[...
 def simulated(threads: Threads) -> Iterator[None]:
     """Spread ranks of this process over hosts; "one": its members have one thread."""
     global _shared  # noqa: PLW0603  # one a process
-    process = RankProcess.own()
-    boot, namespace = process.host[1:] if process else ("", 0)
 
     def own_of_rank() -> RankProcess:
-        host = f"host{_thread.rank // _RANKS_A_HOST}"
-        return RankProcess(host=(host, boot, namespace), pid=os.getpid())
+        return RankProcess(host=f"host{_thread.rank // _RANKS_A_HOST}", pid=os.getpid())
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(RankProcess, "own", staticmethod(own_of_rank)))
         if threads == "one":
             _shared = _Beats()
             for module, name, shared, own in (
-                (conversation_module, "KeyListener", _LateListener, KeyListener),
-                (operation_module, "Conversation", _OneThread, Conversation),
+                (rounds_module, "KeyListener", _LateListener, KeyListener),
+                (operation_module, "OperationRounds", _OneThread, OperationRounds),
                 (operation_module, "FailureDetector", _SharedDetector, FailureDetector),
             ):
                 stack.enter_context(patch.object(module, name, _either(shared, own)))

@@ -147,14 +147,14 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
     world = World(rank_count, tensor_count)
     url = f"memory://scale-{os.urandom(8).hex()}"
     store = _watched(Location.of(url), [])
-    grant = dataclasses.replace(commit.begin(store, overwrite=False), world_size=rank_count)
+    ticket = dataclasses.replace(commit.begin(store, overwrite=False), world_size=rank_count)
     report_s: list[float] = []
     packed: list[bytes] = []
     item_count = 0
     for rank in range(rank_count):
-        manifest = world.manifest(rank, grant.save_id)
+        manifest = world.manifest(rank, ticket.save_id)
         started = time.perf_counter()
-        path, document = rank_manifest_path(grant.save_id, rank), seal(manifest.to_body())
+        path, document = rank_manifest_path(ticket.save_id, rank), seal(manifest.to_body())
         if rank == _RANK:
             # Thousands of them would fill the memory.
             store.put(path, document)
@@ -169,7 +169,7 @@ def simulate(rank_count: int, tensor_count: int, *, stock_metadata: bool = False
     started = time.perf_counter()
     reports = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
-    commit_save(store, grant, metadata=metadata, reports=reports, user={})
+    commit_save(store, ticket, metadata=metadata, reports=reports, user={})
     coordinator_s = time.perf_counter() - started
     started = time.perf_counter()
     assemble(reports, planned_of(metadata))

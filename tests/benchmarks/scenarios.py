@@ -6,16 +6,17 @@ import argparse
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workload
-from floors import DiskFloor, Floor, FsspecFloor, checksum
+from bandwidth import Bandwidth
+from floors import DiskFloor, Floor, FsspecFloor, checksum, load_columns, put_matrices
 from measure import Comparison, Contender, Meter
 from peers import Peer, peers_for
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
@@ -139,6 +140,10 @@ def _load(
     contenders = [
         contender(bench.floor.name, get),
         contender("floor + CRC-32C", functools.partial(get, checksum)),
+        *(
+            contender("verifying loop", loop)
+            for loop in _verifying_loops(bench, state, target, into)
+        ),
         contender("ckpt_storage", lambda: ckpt_storage.load(target, url, **bench.options)),
         contender("ckpt_storage, dcp.load", ours),
         *(contender(peer.name, by(peer.reader, bench.at(at))) for at, peer in folders.items()),
@@ -146,6 +151,77 @@ def _load(
     found = bench.compare(what, workload.state_bytes(state), contenders)
     bench.clear("load-floor", "load-ours", *folders)
     return found
+
+
+def _verifying_loops(
+    bench: Bench, state: State, target: State, into: Sharding
+) -> Iterator[Callable[[], object]]:
+    """Yield, for columns on a disk, a loop that checks every block of every rank's rows."""
+    if into != "columns" or "://" in bench.url:
+        return
+    folder, rank, rank_count = Path(bench.at("load-floor")), dist.get_rank(), dist.get_world_size()
+    own = [tensor.to_local() for tensor in state.values()]
+    crcs: list[Any] = [None] * rank_count
+    dist.all_gather_object(crcs, put_matrices(folder / f"rows-{rank}", own))
+
+    def columns_of(number: int) -> list[tuple[torch.Tensor, int, int]]:
+        columns = []
+        for tensor in target.values():
+            local = tensor.to_local()
+            rows, width = len(local) // rank_count, local.shape[1]
+            row_bytes = tensor.shape[1] * local.element_size()
+            columns.append((local[number * rows :][:rows], row_bytes, rank * width))
+        return columns
+
+    def run() -> None:
+        for number in range(rank_count):
+            load_columns(folder / f"rows-{number}", crcs[number], columns_of(number))
+
+    yield run
+
+
+def fewer(bench: Bench) -> Comparison:
+    """Measure a load, by the first half of the ranks, of rows that all ranks saved."""
+    state, rank = bench.state(), dist.get_rank()
+    group = dist.new_group(list(range(max(1, dist.get_world_size() // 2))))
+    is_member = group != dist.GroupMember.NON_GROUP_MEMBER
+    target, expected = (
+        workload.llama_state(bench.gib, "rows", filled=filled, group=group) if is_member else {}
+        for filled in (False, True)
+    )
+    own, url = f"load-floor/{rank}", bench.at("load-ours")
+    bench.floor.put(own, own_views(expected))
+    ckpt_storage.save(state, url, **bench.options)
+    folders = bench.saved_by_peers(state, "load")
+
+    def contender(name: str, run: Callable[[], object]) -> Contender:
+        def checked() -> None:
+            workload.check_same(target, expected, name)
+            workload.zero(target)
+
+        return Contender(name=name, run=run if is_member else _nothing, after=checked)
+
+    def by(reader: Callable[..., Any], url: str) -> Callable[[], object]:
+        return lambda: dcp.load(dict(target), storage_reader=reader(url), process_group=group)
+
+    get = functools.partial(bench.floor.get, own, own_views(target))
+    contenders = [
+        contender(bench.floor.name, get),
+        contender("floor + CRC-32C", functools.partial(get, checksum)),
+        contender(
+            "ckpt_storage",
+            lambda: ckpt_storage.load(target, url, process_group=group, **bench.options),
+        ),
+        *(contender(peer.name, by(peer.reader, bench.at(at))) for at, peer in folders.items()),
+    ]
+    moved_bytes = workload.state_bytes(state)
+    found = bench.compare("load by half as many ranks", moved_bytes, contenders)
+    bench.clear("load-floor", "load-ours", *folders)
+    return found
+
+
+def _nothing() -> None:
+    """Wait for the other ranks."""
 
 
 def stall(bench: Bench) -> Comparison:
@@ -285,14 +361,39 @@ def part(bench: Bench) -> Comparison:
     return found
 
 
+def _shared(bench: Bench, what: str, sharding: Sharding) -> Comparison:
+    """Measure a load of what several ranks need, each for itself and shared."""
+    state, target = bench.state(sharding), bench.state(sharding, filled=False)
+    url = bench.at("shared")
+    ckpt_storage.save(state, url, **bench.options)
+
+    def contender(name: str, shared_reads: Literal["always", "never"]) -> Contender:
+        def run() -> None:
+            ckpt_storage.load(target, url, shared_reads=shared_reads, **bench.options)
+
+        def checked() -> None:
+            workload.check_same(target, state, name)
+            workload.zero(target)
+
+        return Contender(name=name, run=run, after=checked)
+
+    contenders = [contender("each rank for itself", "never"), contender("shared", "always")]
+    found = bench.compare(what, workload.state_bytes(state), contenders)
+    bench.clear("shared")
+    return found
+
+
 SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
     "save": lambda bench: _save(bench, "save"),
     "load": lambda bench: _load(bench, "load"),
     "load-cold": lambda bench: _load(bench, "load, cold cache", is_cold=True),
     "reshard": lambda bench: _load(bench, "load, rows to columns", into="columns"),
+    "fewer": fewer,
     "stall": stall,
     "small-save": lambda bench: _save(bench, "save of small tensors", is_small=True),
     "small-load": lambda bench: _load(bench, "load of small tensors", is_small=True),
+    "shared": lambda bench: _shared(bench, "load, replicated", "replicated"),
+    "shared-hsdp": lambda bench: _shared(bench, "load, two replicas of shards", "hsdp"),
     "slice": part,
     "export": lambda bench: _export(bench, "export", "rows"),
     "export-columns": lambda bench: _export(bench, "export, by columns", "columns"),
@@ -307,6 +408,7 @@ def measure(
     options: dict[str, Any],
     count: Any,
     scratch: str,
+    bandwidth: Bandwidth | None,
 ) -> None:
     """Measure on one rank, in a process of its own; rank 0 leaves what it found in `scratch`."""
     # torch's own background saves start a group that looks for these.
@@ -316,10 +418,17 @@ def measure(
     store = dist.FileStore(f"{scratch}/rendezvous", asked.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
     is_local = "://" not in url
+    if is_local and bandwidth is not None:
+        bandwidth.bound_mount()
     floor = DiskFloor(url) if is_local else FsspecFloor(url, options)
     given = {"gib": asked.gib, "small_count": asked.small, "run_count": asked.runs}
     bench = Bench(url, options, floor, Meter(count), with_peers=asked.peers, **given)
-    names = asked.scenario or [name for name in SCENARIOS if is_local or name != "load-cold"]
+    names = asked.scenario or [
+        name
+        for name in SCENARIOS
+        if (is_local or name != "load-cold")
+        and (bandwidth is not None or not name.startswith("shared"))
+    ]
     try:
         found = [SCENARIOS[name](bench) for name in names]
         if rank == 0:

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 State = dict[str, DTensor]
-Sharding = Literal["rows", "columns"]
+Sharding = Literal["rows", "columns", "replicated", "hsdp"]
 
 _WIDTH, _HIDDEN, _WORDS = 2048, 5632, 32_000
 _LAYER_SHAPES = {
@@ -44,11 +44,27 @@ def _shapes(gib: float) -> dict[str, tuple[int, int]]:
     return {**shapes, "embedding": first}
 
 
-def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
-    """Return this rank's part of one model, whatever the sharding; zeros unless `filled`."""
-    rank, rank_count = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (rank_count,))
-    dimension = ("rows", "columns").index(sharding)
+def llama_state(
+    gib: float, sharding: Sharding, *, filled: bool, group: dist.ProcessGroup | None = None
+) -> State:
+    """Return this rank's part of one model over the ranks of a group; zeros unless `filled`."""
+    rank, rank_count = dist.get_rank(group), dist.get_world_size(group)
+    placements: list[Placement]
+    if sharding == "hsdp":
+        shard_count = max(1, rank_count // 2)
+        mesh = init_device_mesh("cpu", (rank_count // shard_count, shard_count))
+        dimension, placements = 0, [Replicate(), Shard(0)]
+        rank, rank_count = rank % shard_count, shard_count
+    else:
+        mesh = (
+            init_device_mesh("cpu", (rank_count,))
+            if group is None
+            else DeviceMesh.from_group(group, "cpu")
+        )
+        dimension = int(sharding == "columns")
+        placements = [Replicate() if sharding == "replicated" else Shard(dimension)]
+        if sharding == "replicated":
+            rank, rank_count = 0, 1
     state = {}
     for number, (name, shape) in enumerate(_shapes(gib).items()):
         sizes = list(shape)
@@ -60,7 +76,7 @@ def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
             columns = torch.arange(starts[1], starts[1] + sizes[1], dtype=torch.int32)[None]
             # Any odd factors do; the values need only differ among neighbours and tensors.
             local.copy_((rows * 7919 + columns * 104_729 + number * 31).remainder_(251))
-        state[name] = DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False)
+        state[name] = DTensor.from_local(local, mesh, placements, run_check=False)
     return state
 
 

@@ -40,7 +40,7 @@ Told = dict[str, Any]
 def _serve(line: Line) -> None:
     with S3Server() as server:
         server.create_bucket("bucket")
-        line.tell("serving", options=dict(server.storage_options))
+        line.report("serving", options=dict(server.storage_options))
         threading.Event().wait()
 
 
@@ -61,7 +61,7 @@ def _call(line: Line, world_size: int, call: str, options: dict[str, Any]) -> No
     except ckpt_storage.CheckpointError as error:
         said = (type(error).__name__, str(error), error.phase, error.rank)
     wall_s = time.monotonic() - begin_s
-    line.tell("ended", said=said, wall_s=wall_s, abandoned=abandoned_thread_count())
+    line.report("ended", said=said, wall_s=wall_s, abandoned=abandoned_thread_count())
 
 
 def told_by(
@@ -82,13 +82,13 @@ def told_by(
     logs = {line: line.folder / f"log-{line.rank}" for line in lines}
     for line, log in logs.items():
         nursery.start(log, _call, line, int(line.folder.name), call, options)
-    until(lambda: all(line.told("ready") for line in lines), "all ranks are ready", 150.0)
+    until(lambda: all(line.read_report("ready") for line in lines), "all ranks are ready", 150.0)
     hang()
     for line in lines:
         line.answer("ready")
     codes = ended(logs.values(), PHASE_S + SLACK_S + EXIT_S)
     assert codes == [0] * len(lines), codes
-    return [[line.told("ended") or {} for line in world] for world in worlds]
+    return [[line.read_report("ended") or {} for line in world] for world in worlds]
 
 
 def assert_gave_up(told: list[Told], *, phase: str) -> None:
@@ -132,8 +132,8 @@ def test_a_stopped_server_process_ends_at_the_deadline(nursery: Nursery, tmp_pat
     """A server stopped by SIGSTOP is given up on both ranks, and their processes exit."""
     line = Line(tmp_path, 0)
     nursery.start(tmp_path / "server", _serve, line)
-    until(lambda: line.told("serving"), "the server")
-    serving = line.told("serving") or {}
+    until(lambda: line.read_report("serving"), "the server")
+    serving = line.read_report("serving") or {}
     stop = partial(os.kill, serving["pid"], signal.SIGSTOP)
     try:
         (told,) = told_by(nursery, [2], tmp_path, "save", serving["options"], stop)

@@ -86,8 +86,8 @@ def test_begin_goes_on_where_nothing_is_committed(store: tools.DictStore) -> Non
     assert tools.begun(store, overwrite=False).last_slot == 1
     tools.saved(store)
     tools.deleted(store)
-    grant = tools.begun(store, overwrite=False)
-    assert (grant.last_slot, grant.previous) == (3, None)
+    ticket = tools.begun(store, overwrite=False)
+    assert (ticket.last_slot, ticket.previous) == (3, None)
 
 
 def _files_in(store: Store) -> dict[str, bytes]:

@@ -194,11 +194,11 @@ def test_without_a_clock_superseded_commits_go_and_attempts_stay() -> None:
 def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> None:
     """A temporary file of gigabytes shows in no listing; the attempt is found all the same."""
     store = local_store(str(tmp_path), sync_files=False)
-    grant = tools.begun(store)
-    upload = store.upload(tools.files_of(grant.save_id)[0])
+    ticket = tools.begun(store)
+    upload = store.upload(tools.files_of(ticket.save_id)[0])
     upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
     assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
-    assert tools.cleaned(store) == [grant.save_id]
+    assert tools.cleaned(store) == [ticket.save_id]
     assert list((tmp_path / "saves").iterdir()) == []
 
 
@@ -209,8 +209,8 @@ def test_open_uploads_of_a_dead_attempt_are_aborted(server: S3Server) -> None:
     dead, alive = tools.begun(store), tools.begun(store)
     # Held, since an upload that nobody holds any more is aborted at once by some clients.
     uploads = []
-    for grant in (dead, alive):
-        upload = store.upload(tools.files_of(grant.save_id)[0])
+    for ticket in (dead, alive):
+        upload = store.upload(tools.files_of(ticket.save_id)[0])
         upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
         uploads.append(upload)
     assert server.open_upload_count == 2
@@ -358,7 +358,7 @@ def test_an_attempt_of_days_ago_is_not_committed(store: tools.DictStore) -> None
     """Its deletion may be forgotten by now."""
     attempt = tools.attempted(store)
     old = replace(
-        attempt, grant=replace(attempt.grant, began_s=attempt.grant.began_s - 4 * tools.DAY_S)
+        attempt, ticket=replace(attempt.ticket, began_s=attempt.ticket.began_s - 4 * tools.DAY_S)
     )
     with pytest.raises(errors.PhaseTimeoutError, match="not committed"):
         tools.committed(store, old)

@@ -1,4 +1,4 @@
-"""Ranks that agree, meet and fail together, as threads over a store in memory."""
+"""Ranks meet and fail together, as threads over a store in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rank_threads import (
     whole,
 )
 
-from ckpt_storage.coordination import conversation as conversation_module
+from ckpt_storage.coordination import operation_rounds as rounds_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import ByRank, Failed
@@ -73,8 +73,10 @@ def test_ranks_that_disagree_are_listed_by_value() -> None:
 
 
 @pytest.mark.parametrize(("missing", "named"), [([2, 3], "Ranks 2-3 "), ([0], "Rank 0 ")])
-def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int], named: str) -> None:
-    """Ranks that came raise an error that names the missing ones, within the deadline."""
+def test_a_rank_that_does_not_arrive_is_named_by_all_that_do(
+    missing: list[int], named: str
+) -> None:
+    """Ranks that have arrived raise an error that names the missing ranks, within the deadline."""
     came = [one for one in group(SharedStore(), 4) if one.rank not in missing]
     ended = run(came, lambda ranks: together(ranks, Timeouts(plan=0.5)))
     for error, one in zip(errors(ended), ended, strict=True):
@@ -93,7 +95,7 @@ def failing(at: str, who: int, error: BaseException, phase: Any = "write") -> li
     def body(ranks: RankGroup) -> None:
         with ranks.operation("the test", timeouts=LONG) as operation:
             whole(operation, at, error if ranks.rank == who else None, phase)
-            # A rank that waits for nothing learns it all the same.
+            # A rank that waits for nothing raises it as well.
             while True:
                 operation.phase(phase).check("looking")
                 time.sleep(POLL_S)
@@ -128,14 +130,14 @@ def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all(
     at: str, who: int, error: CheckpointError, kind: type[CheckpointError]
 ) -> None:
     """So is an error of rank 0 where it decides for all, but not one in its own planning."""
-    told = errors(failing(at, who, error, "plan"))
-    own = told.pop(who)
+    raised = errors(failing(at, who, error, "plan"))
+    own = raised.pop(who)
     assert (type(own), own.rank) == (type(error), who)
-    assert [(type(one), one.rank) for one in told] == [(kind, who)] * 2
+    assert [(type(peer), peer.rank) for peer in raised] == [(kind, who)] * 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_another_thread_tells_ends_the_operation_of_all(who: int) -> None:
+def test_a_failure_of_another_thread_ends_the_operation_of_all(who: int) -> None:
     """As if the rank had raised."""
 
     def body(ranks: RankGroup) -> None:
@@ -165,10 +167,10 @@ class OddError(CheckpointError):
 def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int, at: str) -> None:
     """The failing rank raises its own error, the others one with its text, and none waits."""
     made = kind()
-    said = str(made) or kind.__name__
+    text = str(made) or kind.__name__
     ended = failing(at, who, made)
     assert ended.pop(who).error is made
-    assert all(said in str(error) for error in errors(ended))
+    assert all(text in str(error) for error in errors(ended))
 
 
 def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age() -> None:
@@ -180,9 +182,9 @@ def _check_silent_rank(who: int) -> None:
     store, hold = SharedStore(), threading.Event()
     operations: dict[int, Operation] = {}
 
-    def has_heard(rank: int) -> bool:
-        sign = operations[rank].progress().get(who) if rank in operations else None
-        return sign is not None and sign.done_bytes == 250
+    def has_received(rank: int) -> bool:
+        last = operations[rank].progress().get(who) if rank in operations else None
+        return last is not None and last.done_bytes == 250
 
     def body(ranks: RankGroup) -> None:
         rank = ranks.rank
@@ -192,7 +194,10 @@ def _check_silent_rank(who: int) -> None:
             operation.phase("write", total_bytes=1000)
             operation.advanced(1000 if rank != who else 250)
             if rank == who:
-                wait_until(lambda: all(map(has_heard, [0] if who else [1, 2, 3])), "not told")
+                wait_until(
+                    lambda: all(map(has_received, [0] if who else [1, 2, 3])),
+                    "the heartbeat did not arrive",
+                )
                 store.silent.add(who)
                 assert hold.wait(END_S)
                 return
@@ -212,18 +217,20 @@ def _check_silent_rank(who: int) -> None:
         assert one.wall_s < SILENCE_S + SLACK_S
 
 
-def test_a_busy_rank_is_given_up_at_its_deadline_not_before() -> None:
+def test_a_busy_rank_fails_the_operation_at_its_deadline_not_before() -> None:
     """A rank that lives but makes no progress is named by a timeout, and not as silent."""
     each((0, 1), _check_busy_rank)
 
 
 def _check_busy_rank(who: int) -> None:
     timeouts = Timeouts(silence=SILENCE_S, write=1.3 * SILENCE_S)
-    done = threading.Event()
+    done, all_have_met = threading.Event(), threading.Barrier(3)
 
     def body(ranks: RankGroup) -> None:
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
+            # Deadlines in the order of the ranks' patience, however slow a thread is.
+            all_have_met.wait(END_S)
             operation.phase("write", total_bytes=10)
             if ranks.rank == who:
                 assert done.wait(END_S)
@@ -359,7 +366,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
 ) -> None:
     """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
     left = threading.Event()
-    monkeypatch.setattr(conversation_module, "_FINISH_S", END_S)
+    monkeypatch.setattr(rounds_module, "_FINISH_S", END_S)
 
     def body(ranks: RankGroup) -> bytes:
         with ranks.operation("the test", timeouts=LONG) as operation:
@@ -367,10 +374,10 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
             if ranks.rank == 1:
                 time.sleep(0.3)
                 assert not left.is_set()
-            word = operation.broadcast(b"done")
+            answer = operation.broadcast(b"done")
         if ranks.is_coordinator:
             left.set()
-        return word
+        return answer
 
     assert values(run(group(SharedStore(), 2), body)) == [b"done"] * 2
 
@@ -383,8 +390,8 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
         may_leave.set()
 
     def body(ranks: RankGroup) -> bool:
-        told = contextlib.suppress(CheckpointError)
-        with told, ranks.operation("the test", timeouts=LONG) as operation:
+        reported = contextlib.suppress(CheckpointError)
+        with reported, ranks.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if ranks.is_coordinator:
                 operation.is_void = True
@@ -410,9 +417,9 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
                 store.silent.add(1)
                 assert gone.wait(END_S)
                 return b"dead"
-            word = operation.broadcast(b"done")
+            answer = operation.broadcast(b"done")
         gone.set()
-        return word
+        return answer
 
     ended = run(group(store, 2), body)
     assert ended[0].value == b"done"
@@ -448,6 +455,23 @@ def test_operations_of_one_process_take_turns() -> None:
         alone.operation("the second", timeouts=Timeouts(plan=0.05)),
     ):
         pytest.fail("the second began")
+
+
+def test_values_of_several_slices_are_removed_whole() -> None:
+    """Payloads, answers by rank, and an answer for all ranks, once all have met again."""
+    store, large = SharedStore(), bytes(9 << 20)
+    ranks = group(store, 2)
+
+    def body(ranks: RankGroup) -> list[int]:
+        with ranks.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            answer = operation.exchange(large, ByRank)
+            return [len(answer), len(operation.broadcast(large))]
+
+    assert values(run(ranks, body)) == [[len(large)] * 2] * 2
+    assert [name for name in store.key_names() if "#" in name]
+    values(run(ranks, together))
+    assert store.numbers() == {2}, store.key_names()
 
 
 def _stores(folder: Any) -> Iterator[Callable[[], dist.Store]]:

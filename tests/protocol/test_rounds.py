@@ -6,11 +6,15 @@ The next operation of all ranks goes on.
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,13 +33,18 @@ from rank_threads import (
     values,
 )
 
-from ckpt_storage.coordination import conversation, coordinator
+from ckpt_storage.coordination import coordinator, operation_rounds
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import StoreClient
-from ckpt_storage.coordination.liveness import worker_keys
+from ckpt_storage.coordination.liveness import (
+    FailureDetector,
+    Heartbeats,
+    RankProcess,
+    worker_keys,
+)
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.rounds import UndecidedError
+from ckpt_storage.coordination.rounds import ByRank, UndecidedError
 from ckpt_storage.errors import (
     CheckpointError,
     PhaseTimeoutError,
@@ -59,15 +68,18 @@ def save(
     step: int | None = None,
     url: str = LAST,
     timeouts: Timeouts = LONG,
+    is_by_rank: bool = False,
     inside: Callable[[Operation, str], object] = lambda _operation, _stage: None,
 ) -> Any:
     """Run an operation of the shape of a save; return what was committed, or the error.
 
-    What is committed are the marks of all ranks. `inside` is called in each stage.
+    What is committed are the marks of all ranks. `is_by_rank`: each rank has a plan of its own.
+    `inside` is called in each stage.
     """
 
-    def decide(_: object) -> None:
+    def decide(_: object) -> ByRank[str] | None:
         inside(operation, "deciding")
+        return ByRank(["a plan"] * ranks.world_size) if is_by_rank else None
 
     def commit(marks: list[int]) -> set[int]:
         inside(operation, "committing")
@@ -143,7 +155,7 @@ def test_the_rank_ahead_keeps_its_deadline() -> None:
     assert ended[1].wall_s < 0.6 + 4 * 0.5 + SLACK_S
 
 
-@pytest.mark.parametrize("skipped", [1, 2])
+@pytest.mark.parametrize("skipped", [1, 2, 5])
 def test_urls_bring_ranks_in_step_where_steps_are_not_known(skipped: int) -> None:
     """After k skipped calls the next k fail, and those after them are committed by all."""
     steps = [100 * number for number in range(1, 2 * skipped + 4)]
@@ -297,7 +309,7 @@ def test_each_request_of_a_save_may_be_lost_once(
 ) -> None:
     """The save goes on, and so does the next one."""
     monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
-    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+    monkeypatch.setattr(operation_rounds, "_FINISH_S", 0.1)
 
     def check(rank: int, method: str, key: str) -> None:
         store = SharedStore()
@@ -317,7 +329,7 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
 ) -> None:
     """No rank says "failed" of what is committed, or the reverse; the next save is committed."""
     monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
-    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+    monkeypatch.setattr(operation_rounds, "_FINISH_S", 0.1)
     timeouts = Timeouts(plan=1.5, write=1.5, commit=1.5, silence=1.5)
 
     def check(rank: int, method: str, key: str) -> None:
@@ -475,17 +487,15 @@ def test_a_member_that_waits_for_an_unclaimed_commit_fails_it_for_all() -> None:
         assert after == {2}
 
 
-def test_an_outcome_that_did_not_reach_the_store_is_published_by_the_next_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The members that wait for it return then."""
-    monkeypatch.setattr(conversation, "_FINISH_S", 0.1)
+def test_an_outcome_that_did_not_reach_the_store_is_published_by_the_next_call() -> None:
+    """The members that wait for it return then; the coordinator does not wait for them before."""
     store = SharedStore()
     store.add_fault(
         Fault(effect="request lost", rank=0, method="set", key="/1/2/release$", count=2)
     )
     ended = run(group(store, 3), lambda ranks: [rolling(ranks, step) for step in (1, 2)])
     assert values(ended) == [[{1}, {2}]] * 3
+    assert all(one.wall_s < SLACK_S for one in ended)
 
 
 @pytest.mark.parametrize("round_number", [1, 2])
@@ -542,8 +552,7 @@ def test_neither_keys_nor_threads_grow_with_the_operations() -> None:
             assert values(run(ranks, lambda one: rolling(one, number))) == [{number}] * 3  # noqa: B023  # the same
             assert store.numbers() == {number + 1}, store.key_names()
             sizes.append(len(store.key_names()))
-    # The first operation of a session answers each rank by itself.
-    assert set(sizes[1:]) == {min(sizes)}
+    assert set(sizes) == {min(sizes)}
     threads.wait_until(lambda: threads.listener_count() <= thread_count, "threads are left")
 
 
@@ -553,10 +562,13 @@ def test_an_answer_that_a_rank_does_not_take_is_removed() -> None:
     fault = store.add_fault(
         Fault(effect="request lost", rank=1, method="compare_set", key="/to/1$", count=2)
     )
-    ended = run(group(store, 2), lambda ranks: [rolling(ranks, step) for step in (1, 2, 3)])
+    ended = run(
+        group(store, 2), lambda ranks: [rolling(ranks, step, is_by_rank=True) for step in (1, 2, 3)]
+    )
     assert [of_rank[1:] for of_rank in values(ended)] == [[{2}, {3}]] * 2
     assert fault.seen.is_set()
-    assert [key for key in store.key_names() if "/to/" in key] == []
+    (last,) = [key for key in store.key_names() if "/to/" in key]
+    assert last.endswith("/3/1/to/1")
 
 
 def test_a_save_costs_a_member_twelve_requests_at_most() -> None:
@@ -639,6 +651,29 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     worker.join(END_S)
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.is_silent) == (1, True)
+
+
+def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
+    """In the first operation as well: the end of a process is reported, not its silence."""
+    own, lost = RankProcess.own(), queue.SimpleQueue[tuple[list[int], str]]()
+    assert own is not None
+    detector = FailureDetector(
+        SharedStore().keys_of(0),
+        Heartbeats(0),
+        on_lost=lambda ranks, how: lost.put((list(ranks), how)),
+        on_error=lambda error: pytest.fail(str(error)),
+        rank=0,
+        world_size=2,
+        key_of="alive/{}".format,
+        processes={},
+        silence_s=600.0,
+        name="watch",
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        detector.note_met({1: replace(own, pid=process.pid)})
+        process.kill()
+        assert lost.get(timeout=END_S) == ([1], "died")
+    detector.stop()
 
 
 # Groups of some of the ranks.

@@ -7,6 +7,7 @@ import multiprocessing
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import rank_threads as threads
 import torch.distributed as dist
-from rank_threads import SharedStore
+from rank_threads import Fault, SharedStore
 
-from ckpt_storage import CheckpointError, PhaseTimeoutError, Timeouts
+from ckpt_storage import CheckpointError, PhaseTimeoutError, SaveCancelledError, Timeouts
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError, StoreClient
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.store.threads import TimedPool
 
 quick = threads.quick
@@ -120,6 +122,45 @@ def test_a_number_that_was_given_up_before_the_restart_costs_no_more_than_itself
     for first, *others in threads.values(threads.run(threads.group(store, 3), body)):
         assert first == [0, 0, 0] or (not has_count and isinstance(first, CheckpointError))
         assert others == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_a_cancel_in_an_old_session_fails_the_operation_in_the_new_one() -> None:
+    """Its request for the old session hangs while the operation moves to the new session."""
+    store, cancelled = SharedStore(), threading.Event()
+    old_coordinator, member = threads.group(store, 2)
+    hanging = Fault(effect="hangs", rank=1, method="compare_set", key="/1/1/verdict$")
+    operations: list[Operation] = []
+
+    def save() -> None:
+        with member.operation("the save to x", timeouts=LONG) as operation:
+            operations.append(operation)
+            operation.meet(threads.TERMS, identity=Identity(kind="the save", url="/x"))
+            assert cancelled.wait(threads.END_S)
+            operation.barrier()
+
+    def cancel() -> None:
+        operations[0].failed(SaveCancelledError("cancelled by the user"))
+        cancelled.set()
+
+    with ThreadPoolExecutor(3) as pool:
+        old_coordinator.lane.join(lambda _: None, threads.END_S)
+        saving = pool.submit(save)
+        threads.wait_until(
+            lambda: any(name.endswith("/1/1/from/1") for name in store.key_names()), "not arrived"
+        )
+        store.add_fault(hanging)
+        cancelling = pool.submit(cancel)
+        assert hanging.seen.wait(threads.END_S)
+        new_coordinator, _ = threads.group(store, 2)
+        following = pool.submit(tried, new_coordinator, "/x", 0)
+        threads.wait_until(lambda: operations[0].lane.has_met, "the ranks have not met")
+        hanging.released.set()
+        cancelling.result(threads.END_S)
+        error = following.result(threads.SLACK_S)
+        with pytest.raises(SaveCancelledError):
+            saving.result(threads.END_S)
+    assert isinstance(error, SaveCancelledError)
+    assert error.rank == 1
 
 
 def test_a_rank_that_is_not_started_anew_is_named() -> None:

@@ -43,6 +43,6 @@ def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
         timeout=150,
     )
     found = json.loads(told.read_text(encoding="utf-8"))["comparisons"]
-    assert len(found) == 10
+    assert len(found) == 11
     assert all(runs for comparison in found for runs in comparison["runs"].values())
     assert list((tmp_path / "disk").iterdir()) == []

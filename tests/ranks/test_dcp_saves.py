@@ -92,7 +92,8 @@ def test_unlike_values_by_one_name_are_refused(rank: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stock_rank", "who", "text"), [(1, 0, "Ranks [1] of 3 sent no word"), (0, 1, "got no save id")]
+    ("stock_rank", "who", "text"),
+    [(1, 0, "Ranks [1] of 3 sent no announcement"), (0, 1, "got no save id")],
 )
 @on_ranks(3)
 def test_another_writer_on_one_rank_is_refused_by_all(

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError
-from ckpt_storage.loads.loadplanner import _Cuts
+from ckpt_storage.loads.loadplanner import _ShardingCache
 from ckpt_storage.saves.planning import PLAN_CACHE, Structure, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
@@ -311,7 +311,7 @@ def test_placements_are_told_apart_even_where_torch_says_they_are_equal() -> Non
 
     All are cut as by torch, whether it compares placements well or as some releases do.
     """
-    mesh, cuts = init_device_mesh("cpu", (2,)), _Cuts()
+    mesh, cuts = init_device_mesh("cpu", (2,)), _ShardingCache()
 
     def structure(placement: Any, rows: int = 4) -> Structure | None:
         whole: dict[str, Any] = {"shape": torch.Size((8, 2)), "stride": (2, 1)}

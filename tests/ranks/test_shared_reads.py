@@ -10,8 +10,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from dcp_cases import cut, seeded
 from front_door_cases import caught
 from on_ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
 
 import ckpt_storage
@@ -29,6 +31,8 @@ from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Ti
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.loads import session, sharing
+from ckpt_storage.store.backend import Range
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.ranges import RangeReader
@@ -131,6 +135,58 @@ def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server:
     # Columns of a tensor need all its blocks: fetched once, they give each rank its own.
     ranks.run(load_columns, options, world_size=3)
     assert sent_bytes(server) <= 2 * 1.05 * model_bytes
+
+
+def load_from_path(_rank: int, path: str, how: str) -> int:
+    """Load the model in each way; return the bytes that this rank read from its files."""
+    counted = 0
+    read = LocalBackend.read
+
+    def count(self: LocalBackend, name: str, ranges: Iterable[Range]) -> int:
+        def counting() -> Iterator[Range]:
+            nonlocal counted
+            for start, target in ranges:
+                counted += target.nbytes if name.endswith(".distcp") else 0
+                yield start, target
+
+        return read(self, name, counting())
+
+    with patch.object(LocalBackend, "read", count):
+        for load in (ckpt_storage.load, dcp_cases.load):
+            dcp_cases.assert_holds(path, model(), [load], shared_reads=how)
+    return counted
+
+
+def test_always_shares_from_paths_and_under_dcp_load(ranks: RankPool, tmp_path: Path) -> None:
+    """Of two loads, each byte is read once by some rank; "auto" reads it on every rank.
+
+    Stock torch reads replicated bytes on every rank.
+    """
+    path = str(tmp_path / "c")
+    dcp_cases.save(model(), path)
+    model_bytes = sum(v.nbytes for v in model().values() if isinstance(v, torch.Tensor))
+    counts = ranks.run(load_from_path, path, "always", world_size=3)
+    assert 2 * model_bytes <= sum(counts) <= 2 * 1.05 * model_bytes
+    counts = ranks.run(load_from_path, path, "auto", world_size=3)
+    assert sum(counts) >= 3 * 2 * model_bytes
+
+
+@on_ranks()
+def test_a_failure_in_shared_reads_under_dcp_load_is_told_to_all(rank: int, path: Path) -> None:
+    """Damage that one rank reads ends `dcp.load` on all ranks, within the deadline."""
+    del rank
+    with pytest.raises(CheckpointException, match="damaged"):
+        dcp_cases.load({"w": torch.zeros(1 << 20)}, path, shared_reads="always", timeout=60)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    dcp_cases.save({"w": seeded(1, 1 << 20)}, tmp_path / "c")
+    (file,) = tmp_path.glob("c/**/*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return tmp_path / "c"
 
 
 def load_columns(rank: int, options: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ def save(store: tools.DictStore) -> str:
     attempt = tools.attempted(store)
     record = tools.committed(store, attempt)
     tools.published(store, attempt, record)
-    if attempt.grant.previous is not None:
+    if attempt.ticket.previous is not None:
         cleaning.free_leftovers(store)
         tools.cleaned(store)
     return attempt.save_id

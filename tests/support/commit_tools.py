@@ -19,7 +19,7 @@ import pytest
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
-from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import RetryPolicy
@@ -205,14 +205,14 @@ class DictStore(Store):
 class Attempt:
     """A save attempt whose files are written and which only has to be committed."""
 
-    grant: Grant
+    ticket: SaveTicket
     manifest: FileRef
     stock: FileRef
     stock_bytes: bytes
 
     @property
     def save_id(self) -> str:
-        return self.grant.save_id
+        return self.ticket.save_id
 
 
 def files_of(save_id: str) -> list[str]:
@@ -221,23 +221,23 @@ def files_of(save_id: str) -> list[str]:
     return [f"saves/{save_id}/{name}" for name in names]
 
 
-def begun(store: Store, *, overwrite: bool = True) -> Grant:
+def begun(store: Store, *, overwrite: bool = True) -> SaveTicket:
     """Begin an attempt."""
     return commit.begin(store, overwrite=overwrite)
 
 
-def written(store: Store, grant: Grant) -> Attempt:
+def written(store: Store, ticket: SaveTicket) -> Attempt:
     """Write an attempt's files in the order in which the writer does."""
-    shard, rank, stock_path, manifest = files_of(grant.save_id)
-    store.put(shard, b"shard of " + grant.save_id.encode())
+    shard, rank, stock_path, manifest = files_of(ticket.save_id)
+    store.put(shard, b"shard of " + ticket.save_id.encode())
     store.put(rank, b"rank manifest")
-    pickled = pickle.dumps({"save": grant.save_id})
-    stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
+    pickled = pickle.dumps({"save": ticket.save_id})
+    stock_bytes = with_footer(pickled, slot=ticket.last_slot + 1, save_id=ticket.save_id)
     store.put(stock_path, stock_bytes)
-    text = b"manifest of " + grant.save_id.encode()
+    text = b"manifest of " + ticket.save_id.encode()
     store.put(manifest, text)
     return Attempt(
-        grant=grant,
+        ticket=ticket,
         manifest=FileRef.of(manifest, text),
         stock=FileRef.of(stock_path, stock_bytes),
         stock_bytes=stock_bytes,
@@ -251,7 +251,7 @@ def attempted(store: Store) -> Attempt:
 
 def committed(store: Store, attempt: Attempt) -> SlotRecord:
     """Commit an attempt; publish nothing."""
-    return commit.commit(store, attempt.grant, manifest=attempt.manifest, stock=attempt.stock)
+    return commit.commit(store, attempt.ticket, manifest=attempt.manifest, stock=attempt.stock)
 
 
 def published(store: Store, attempt: Attempt, record: SlotRecord) -> bool:

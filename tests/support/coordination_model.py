@@ -36,7 +36,6 @@ from coordination_protocol import (
     DOWN,
     OK,
     OVER,
-    UNKNOWN,
     Local,
     Protocol,
     Rank,
@@ -161,7 +160,7 @@ class Search:
 
     # The store.
 
-    def apply(self, store: dict[Any, Any], request: Request) -> Reply:
+    def apply(self, store: dict[Any, Any], request: Request) -> Reply:  # noqa: C901  # a table
         """Execute a request; None: it has to wait."""
         if request[0] in READS:
             return self._read(store, request)
@@ -178,6 +177,8 @@ class Search:
             if value != CLAIMED:
                 store[*key, "release"] = value
             return value
+        elif kind == "join":
+            return store.setdefault(key, request[2])
         elif kind == "disown":
             return store.setdefault((*key, "release"), (request[2],))
         elif kind == "release":
@@ -201,13 +202,8 @@ class Search:
 
     def _release(self, store: dict[Any, Any], round_: tuple[int, int, int]) -> None:
         token, number = round_[:2]
-        if round_[2] == 1:
-            for member in self.members:
-                nonce = store.get((*round_, "from", member), (UNKNOWN, 0))[1]
-                if nonce:
-                    store[token, "welcome", member] = nonce
-            if self.rules.keep_keys:
-                self._delete(store, token, number)
+        if round_[2] == 1 and self.rules.keep_keys:
+            self._delete(store, token, number)
         store[*round_, "release"] = OK
 
     def _look(self, store: dict[Any, Any], round_: tuple[int, int, int]) -> Reply:
@@ -281,7 +277,7 @@ class Search:
     def start(self) -> State:
         """Return the first state."""
         scenario = self.scenario
-        rank = Rank(1) if scenario.fresh else Rank(1, 1, is_welcome=True)
+        rank = Rank(1) if scenario.fresh else Rank(1, 1, has_met=True)
         store = {} if scenario.fresh else {("session",): 1}
         outcomes = (("",) * scenario.calls,) * scenario.world
         return State(
@@ -610,7 +606,7 @@ class Search:
 
 
 def _swapped_key(key: Any) -> Any:
-    is_private = len(key) > 2 and key[-2] in ("from", "welcome") and key[-1]
+    is_private = len(key) > 2 and key[-2] in ("from", "join") and key[-1]
     return (*key[:-1], 3 - key[-1]) if is_private else key
 
 
@@ -717,7 +713,7 @@ _LATE_RESTART = replace(_RESTART, faults=("restart", "late"), budget=2, calls=2)
 
 DROPPED = {
     "session": (_RESTART, "I1"),
-    "welcome": (_RESTART, "I3"),
+    "join_slot": (_RESTART, "I3"),
     "walk": (_LATE_RESTART, "I2"),
     "look_again": (_LATE_RESTART, "I2"),
     "count_early": (replace(_LATE, fresh=True, world=2, operations="none"), "I1"),

@@ -8,7 +8,8 @@ Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once i
 succeeds, so a request fails only for good. The counter of arrivals and `all` are hints: the
 coordinator may look at any time. A `compare_set` of a verdict and the `set` of the release are one
 request. Other terms than the operation (options) are left out: a mismatch fails all ranks, as
-operations that are neither equal nor ordered do. The nonce of a rank is its incarnation.
+operations that are neither equal nor ordered do. The nonce of a rank is its incarnation. The
+number of restarts in a token, which only saves calls, is left out.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ class Rules:
 
     session: bool = True
     """Rank 0 makes a new token, and supersedes the token that it read."""
-    welcome: bool = True
-    """A member trusts an ok release only with its own nonce in the welcome."""
+    join_slot: bool = True
+    """A member joins a session only as the first process of its rank."""
     walk: bool = True
     """Rank 0 supersedes each number that a member of a stale session may wait in."""
     look_again: bool = True
-    """A member without a welcome looks for a newer session in each call and number."""
+    """A member that has met nobody in a session looks for a newer session before it arrives."""
     count_early: bool = True
-    """Calls that ended before the welcome count in the session that the member joins."""
+    """Calls that ended before all ranks met count in the session that the member joins."""
     step: bool = True
     """The step is part of the identity."""
     claim: bool = True
     """The coordinator claims the verdict before it commits."""
     keep_call: bool = True
-    """A rank whose number was given up for another operation keeps its call."""
+    """A rank whose number was abandoned for another operation keeps its call."""
     keep_keys: bool = True
-    """Keys of a number that was given up stay until a later number is released ok."""
+    """Keys of an abandoned number stay until a later number is released ok."""
     count_failed: bool = True
     """A call that raises before it sent anything takes its number."""
     release_failed: bool = True
@@ -70,7 +71,7 @@ class Rules:
     add_once: bool = True
     """`add` is never repeated."""
     memory: bool = True
-    """Unordered identities are told apart by those of earlier numbers."""
+    """Which of unordered identities is behind follows from those of earlier numbers."""
     long_memory: bool = True
     """That memory goes back to the last number that was released ok."""
     moved_on: bool = True
@@ -116,14 +117,15 @@ class Scenario:
 class Rank(NamedTuple):
     """What a rank remembers between phases.
 
-    `pending` are failures of numbers that did not reach the store, `early` the operations of
-    calls that ended before the welcome, `superseding` the session that rank 0 has to supersede.
+    `has_met`: it has read an ok release of this session. `pending` are failures of numbers that
+    did not reach the store, `early` the operations of calls that ended before all ranks met,
+    `superseding` the session that rank 0 has to supersede.
     `raising`: 1 if the call raises at once, 2 if it does so before its operation is known.
     """
 
     incarnation: int = 0
     token: int = 0
-    is_welcome: bool = False
+    has_met: bool = False
     number: int = 0
     call: int = 0
     raising: int = 0
@@ -162,7 +164,7 @@ def decide(now: list[Any], before: list[list[Any]], rules: Rules) -> Reply:
     """Return the coordinator's decision over the identities that arrived (None: not yet).
 
     Returns:
-        OK, the identity for which the number is given up, or None: go on waiting.
+        OK, the identity for which the number is abandoned, or None: go on waiting.
 
     """
     present = [identity for identity in now if identity is not None]
@@ -194,14 +196,21 @@ class Protocol:
         return self.scenario.identity(me, rank.call)
 
     def begin(self, me: int, rank: Rank) -> Phase:
-        """Join the session, unless the rank knows it."""
-        if me == 0 and not rank.is_welcome:
+        """Join the session, unless the rank has."""
+        if me == 0 and not rank.has_met:
             return (yield from self._make_session(rank))
         if rank.token:
             return "settle", rank
         token = yield ("get" if rank.raising else "wait", ("session",))
         if token in (OVER, DOWN, ABSENT):
             return "unsent", rank
+        if self.rules.join_slot:
+            process = yield ("join", (token, "join", me), rank.incarnation)
+            if process == DOWN or (process != rank.incarnation and rank.raising):
+                return "unsent", rank
+            if process != rank.incarnation:
+                newer = yield ("wait", (token, "superseded"))
+                return ("unsent" if newer in (OVER, DOWN) else "begin"), rank
         return "settle", self._joined(rank, token)
 
     def _joined(self, rank: Rank, token: int) -> Rank:
@@ -220,7 +229,7 @@ class Protocol:
             return "unsent", rank._replace(superseding=old)
         if old not in (ABSENT, token) and (yield from self._supersede(old, token)) == DOWN:
             return "unsent", rank._replace(superseding=old)
-        rank = self._joined(rank, token)._replace(is_welcome=True, early=(), superseding=0)
+        rank = self._joined(rank, token)._replace(has_met=True, early=(), superseding=0)
         return "settle", rank
 
     def _supersede(self, old: int, token: int) -> Generator[Request, Reply, Reply]:
@@ -238,10 +247,10 @@ class Protocol:
         return OK
 
     def unsent(self, me: int, rank: Rank) -> Phase:
-        """End a call that sent nothing, and that failed nobody else's."""
+        """End a call that sent nothing, and that failed no other rank's."""
         yield ("end", "failed")
         identity = self.own(me, rank)
-        early = rank.early if rank.is_welcome else (*rank.early, identity)
+        early = rank.early if rank.has_met else (*rank.early, identity)
         number = rank.number
         pending = rank.pending
         if rank.token and self.rules.count_failed:
@@ -275,11 +284,13 @@ class Protocol:
     def arrive(self, me: int, rank: Rank) -> Phase:
         """Send the payload of round 1."""
         round_ = (rank.token, rank.number + 1, 1)
-        if not rank.is_welcome and (rank.number == 0 or self.rules.look_again):
+        if not rank.has_met and self.rules.look_again:
             # After the failures of earlier numbers: rank 0 supersedes first, then reads these.
-            newer = yield ("get", (rank.token, "superseded"))
-            if newer:
-                return ("unsent", rank) if newer == DOWN else ("settle", self._joined(rank, newer))
+            session = yield ("get", ("session",))
+            if session == DOWN:
+                return "unsent", rank
+            if session != rank.token:
+                return "begin", rank._replace(token=0)
         if (yield ("is_over",)):
             return "fail1", rank
         payload = (self.own(me, rank), rank.incarnation)
@@ -289,27 +300,14 @@ class Protocol:
 
     def wait1(self, me: int, rank: Rank) -> Phase:
         """Wait for the release of round 1."""
-        round_ = (rank.token, rank.number + 1, 1)
-        value = yield ("wait", (*round_, "release"))
+        value = yield ("wait", (rank.token, rank.number + 1, 1, "release"))
         if value in (OVER, DOWN):
             return "fail1", rank
         if value == SUPERSEDED:
-            return "superseded", rank
+            return "begin", rank._replace(token=0)
         if is_failed(value):
-            return (yield from self._given_up(me, rank, value[0]))
-        if not rank.is_welcome and self.rules.welcome:
-            welcome = yield ("get", (rank.token, "welcome", me))
-            if welcome != rank.incarnation:
-                return "superseded", rank
-        return "report", rank._replace(is_welcome=True, early=())
-
-    def superseded(self, me: int, rank: Rank) -> Phase:
-        """Join the session that follows a stale session."""
-        del me
-        newer = yield ("wait", (rank.token, "superseded"))
-        if newer in (OVER, DOWN):
-            return "unsent", rank
-        return "settle", self._joined(rank, newer)
+            return (yield from self._abandoned(me, rank, value[0]))
+        return "report", rank._replace(has_met=True, early=())
 
     def collect1(self, me: int, rank: Rank) -> Phase:
         """Decide over those that arrived, as the coordinator."""
@@ -327,9 +325,9 @@ class Protocol:
             decision = yield ("fail", round_, decision)
         if decision in (DOWN, CLAIMED):
             return "fail1", rank
-        return (yield from self._given_up(me, rank, decision[0]))
+        return (yield from self._abandoned(me, rank, decision[0]))
 
-    def _given_up(self, me: int, rank: Rank, identity: Identity) -> Phase:
+    def _abandoned(self, me: int, rank: Rank, identity: Identity) -> Phase:
         own = self.own(me, rank)
         is_mine = identity == UNKNOWN or are_equal(identity, own, self.rules)
         if is_mine or not self.rules.keep_call or (yield ("is_over",)):
@@ -432,7 +430,7 @@ class Protocol:
         yield ("end", outcome)
         if self.scenario.acknowledge and me == 0 and outcome == "failed":
             yield ("linger", (rank.token, rank.number + 1))
-        early = rank.early if rank.is_welcome else (*rank.early, self.own(me, rank))
+        early = rank.early if rank.has_met else (*rank.early, self.own(me, rank))
         return "idle", rank._replace(
             call=rank.call + 1, number=rank.number + 1, raising=0, has_reported=False, early=early
         )

@@ -192,7 +192,7 @@ class Cell:
 
     @property
     def is_possible(self) -> bool:
-        """Only who asks the storage sees it fail, or gets an answer late."""
+        """Only a rank that sends requests sees the storage fail, or gets a late response."""
         hold = self.hold
         asks = bool(hold.holds) or not hold.key or self.victim == "coordinator"
         by_itself = self.fault in {"kill", "stop", "interrupt"}

@@ -42,6 +42,7 @@ EXPORT = "run/step-1/hf"
 INDEX = "model.safetensors.index.json"
 
 EXIT_S = 30.0
+_START_S = 150.0
 
 FIRST, SECOND, THIRD = 1, 2, 3
 """Versions of the state: what lies there, what the operation saves, what is saved afterwards."""
@@ -106,15 +107,22 @@ class Ranks:
                 storage_options=server.storage_options,
             )
             self._nursery.start(line.folder / "log", rank_main, job)
-        self.pids = [told["pid"] for told in self.told("ready")]
+        # No promise covers how long a loaded machine takes to start processes.
+        self.pids = [report["pid"] for report in self.wait_for_reports("ready", limit_s=_START_S)]
         for line in self.lines:
             line.answer("ready")
 
-    def told(self, what: str, ranks: Iterable[int] | None = None) -> list[dict[str, Any]]:
-        """Return what these ranks told, once all did."""
+    def wait_for_reports(
+        self, what: str, ranks: Iterable[int] | None = None, *, limit_s: float = END_S
+    ) -> list[dict[str, Any]]:
+        """Return the reports of these ranks, once all have come."""
         chosen = [self.lines[rank] for rank in (range(len(self.lines)) if ranks is None else ranks)]
-        until(lambda: all(line.told(what) for line in chosen), f"{what} of {ranks or 'all'}")
-        return [told for line in chosen if (told := line.told(what))]
+        until(
+            lambda: all(line.read_report(what) for line in chosen),
+            f"{what} of {ranks or 'all'}",
+            limit_s,
+        )
+        return [report for line in chosen if (report := line.read_report(what))]
 
     def codes(self, ranks: Iterable[int], limit_s: float) -> dict[int, int | None]:
         """Return the exit codes of these ranks; None where one did not end in time."""
@@ -222,10 +230,10 @@ class Matrix:
             with S3Server() as server:
                 server.create_bucket(BUCKET)
                 for step, version in steps:
-                    for told in self.together(
+                    for report in self.together(
                         replace(cell, host="launcher"), server, step, version
                     ):
-                        assert told["kind"] == "returned", told["trace"]
+                        assert report["kind"] == "returned", report["trace"]
                 self._seeds[name] = server.dump()
         return self._seeds[name]
 
@@ -235,7 +243,7 @@ class Matrix:
         """Run an operation on fresh ranks without any fault; return how each ended."""
         with self.ranks(cell) as ranks:
             ranks.start(server, operation, version)
-            return ranks.told("ended")
+            return ranks.wait_for_reports("ended")
 
 
 @dataclass(slots=True)
@@ -266,7 +274,7 @@ class Row:
             self.problems.append(problem)
 
     def run(self, ranks: Ranks) -> None:
-        """Let the operation begin, hold it, inflict the fault, and judge what the ranks tell."""
+        """Start the operation, hold it, inflict the fault, and judge the reports of ranks."""
         cell, hold = self.cell, self.cell.hold
         self.server.faults(self._rules())
         ranks.start(self.server, cell.operation, SECOND, hold.where)
@@ -278,15 +286,15 @@ class Row:
             ranks.lines[cell.rank].answer(hold.where, "raise" if cell.fault == "error" else "go")
         silenced = cell.fault in _SIGNALS and cell.fault != "interrupt"
         live = [rank for rank in range(cell.world_size) if rank != cell.rank or not silenced]
-        ended = ranks.told("ended", live)
-        self.last_s = max(told["at_s"] for told in ended) - fault_s
+        ended = ranks.wait_for_reports("ended", live)
+        self.last_s = max(report["at_s"] for report in ended) - fault_s
         late = f"the last raised after {self.last_s:.2f} s, not {cell.limit_s} s"
         self.expect(self.last_s <= cell.limit_s, late)
         if cell.fault == "stop and go on":
             ended += self._go_on(ranks)
-        for told in ended:
-            self._judge(told)
-        self._judge_exits(ranks, [told["rank"] for told in ended])
+        for report in ended:
+            self._judge(report)
+        self._judge_exits(ranks, [report["rank"] for report in ended])
 
     def _rules(self) -> list[FaultRule]:
         cell, hold = self.cell, self.cell.hold
@@ -303,7 +311,7 @@ class Row:
         """Wait until the victim is in the phase for certain."""
         cell, hold = self.cell, self.cell.hold
         if hold.where:
-            ranks.told(hold.where, [cell.rank])
+            ranks.wait_for_reports(hold.where, [cell.rank])
             return
 
         def were_hit(log: list[RequestRecord]) -> bool:
@@ -312,7 +320,7 @@ class Row:
         self.server.wait_for(were_hit, timeout_s=END_S)
         waiting = []
         if hold.holds == "victim" and cell.fault != "error":
-            # All others have done their part: what they say must not depend on who was faster.
+            # All others have done their part: their errors must not depend on the order of ranks.
             waiting = [rank for rank in range(cell.world_size) if rank != cell.rank]
         elif hold.holds == "other" or (hold.holds == "" and cell.victim == "member"):
             waiting = [cell.rank]
@@ -320,7 +328,7 @@ class Row:
         coordinator_step = hold.coordinator_step or coordinator_step
         member_step = hold.member_step or member_step
         for rank in waiting:
-            ranks.told(member_step if rank else coordinator_step, [rank])
+            ranks.wait_for_reports(member_step if rank else coordinator_step, [rank])
 
     def _go_on(self, ranks: Ranks) -> list[dict[str, Any]]:
         """Wake the victim, after all others raised; it must find out, too."""
@@ -331,26 +339,26 @@ class Row:
             ranks.codes(range(1, cell.world_size), EXIT_S)
         awake_s = time.monotonic()
         os.kill(ranks.pids[cell.rank], signal.SIGCONT)
-        ended = ranks.told("ended", [cell.rank])
+        ended = ranks.wait_for_reports("ended", [cell.rank])
         took_s = ended[0]["at_s"] - awake_s
         self.expect(took_s <= TIMEOUTS.plan + SLACK_S, f"the victim went on for {took_s:.2f} s")
         return ended
 
-    def _judge(self, told: dict[str, Any]) -> None:
-        cell, rank, kind = self.cell, told["rank"], told["kind"]
-        self.raised[rank] = kind + (" (committed)" if told.get("committed") else "")
-        text = f"rank {rank}: {kind}: {told['text']}"
-        self.story.append(f"{text}\n{told.get('trace', '')}")
+    def _judge(self, report: dict[str, Any]) -> None:
+        cell, rank, kind = self.cell, report["rank"], report["kind"]
+        self.raised[rank] = kind + (" (committed)" if report.get("committed") else "")
+        text = f"rank {rank}: {kind}: {report['text']}"
+        self.story.append(f"{text}\n{report.get('trace', '')}")
         if kind == "returned":
-            may_end = told["text"].startswith(("committed", "published"))
+            may_end = report["text"].startswith(("committed", "published"))
             self.expect(may_end and cell.phase in _LATE_PHASES, text)
         elif cell.fault == "interrupt" and rank == cell.rank:
             self.expect(kind == "KeyboardInterrupt", f"the interrupted rank raised {kind}")
         else:
-            self.expect(told["ours"], f"{text}, which is no CheckpointError")
-            self.expect(told["phase"] in cell.phases, f"{text} has phase {told['phase']!r}")
-            says = re.search(rf"[Rr]ank {cell.rank}\b", told["text"])
-            is_named = cell.rank in told["names"] and says
+            self.expect(report["ours"], f"{text}, which is no CheckpointError")
+            self.expect(report["phase"] in cell.phases, f"{text} has phase {report['phase']!r}")
+            says = re.search(rf"[Rr]ank {cell.rank}\b", report["text"])
+            is_named = cell.rank in report["names"] and says
             # A commit that has begun needs no member any more.
             is_done_with = cell.phase == "publish" and cell.victim == "member"
             is_right = rank == cell.rank or is_named or is_done_with
@@ -384,8 +392,8 @@ class Row:
     def wake(self, ranks: Ranks) -> None:
         os.kill(ranks.pids[self.cell.rank], signal.SIGCONT)
         (code,) = ranks.codes([self.cell.rank], EXIT_S + SLACK_S).values()
-        self.expect(code is not None, "who overslept did not end")
-        self._check_whole_export("who overslept left")
+        self.expect(code is not None, "the rank that overslept did not end")
+        self._check_whole_export("the rank that overslept left")
 
     def _check_checkpoint(self) -> None:
         cell, server = self.cell, self.server
@@ -393,12 +401,12 @@ class Row:
         self._judge_outcome()
         expected = SECOND if self.committed else FIRST
         stock = stock_version(server, cell.world_size)
-        # `.metadata` follows the commit: whoever opens the checkpoint next brings it up to date.
+        # `.metadata` follows the commit: the next reader brings it up to date.
         is_behind = self.committed and stock == FIRST
         self.expect(stock == expected or is_behind, f"stock torch loads {stock}, not {expected}")
         ended = self.matrix.together(cell, server, "check and save", THIRD)
-        if {told["text"] for told in ended} != {f"version {expected}"}:
-            self.problems += [told.get("trace", told["text"]) for told in ended]
+        if {report["text"] for report in ended} != {f"version {expected}"}:
+            self.problems += [report.get("trace", report["text"]) for report in ended]
         stock = stock_version(server, cell.world_size)
         self.expect(stock == THIRD, f"after the next save stock torch loads version {stock}")
 
@@ -413,7 +421,9 @@ class Row:
         again = replace(cell, world_size=2 if cell.victim == "coordinator" else 3)
         server.reset_counters()
         ended = self.matrix.together(again, server, "consolidate", SECOND)
-        self.problems += [f"again: {told['trace']}" for told in ended if told["kind"] != "returned"]
+        self.problems += [
+            f"again: {report['trace']}" for report in ended if report["kind"] != "returned"
+        ]
         self._check_whole_export("the next consolidation left")
 
     def _check_whole_export(self, who: str) -> None:
@@ -436,7 +446,7 @@ class Row:
         if not self.committed:
             return
         if cell.operation == "consolidate":
-            self.expect(cell.phase in _LATE_PHASES, "nobody could have put the new index there")
+            self.expect(cell.phase in _LATE_PHASES, "no rank could have written the new index")
             denied = any("published nothing" in text for text in self.story)
             self.expect(not denied, "the new index is there, and a rank says that it is not")
         else:

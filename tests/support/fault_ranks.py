@@ -1,4 +1,4 @@
-"""The ranks of the fault matrix: real processes that tell where they are, and ask how to go on."""
+"""The ranks of the fault matrix: real processes that report where they are, and wait."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ WEIGHT_COUNT = 800_000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a process and who started it talk: by files of a folder, which are whole."""
+    """Messages between a process and its parent: files of a folder, written atomically."""
 
     folder: Path
     rank: int
 
-    def tell(self, what: str, **details: Any) -> None:
-        """Say that this process is there; only the first time counts."""
-        told = {"at_s": time.monotonic(), "pid": os.getpid(), "rank": self.rank, **details}
+    def report(self, what: str, **details: Any) -> None:
+        """Report that this process has reached `what`; only the first report counts."""
+        report = {"at_s": time.monotonic(), "pid": os.getpid(), "rank": self.rank, **details}
         draft = self.folder / f"{self.rank} {what} {time.monotonic_ns()}"
-        draft.write_text(json.dumps(told))
+        draft.write_text(json.dumps(report))
         with contextlib.suppress(FileExistsError):
             self._file(what).hardlink_to(draft)
 
-    def told(self, what: str) -> dict[str, Any] | None:
-        """Return what was told; None if it was not yet."""
+    def read_report(self, what: str) -> dict[str, Any] | None:
+        """Return the report of `what`; None if there is none yet."""
         with contextlib.suppress(FileNotFoundError):
-            found: dict[str, Any] = json.loads(self._file(what).read_text())
-            return found
+            report: dict[str, Any] = json.loads(self._file(what).read_text())
+            return report
         return None
 
     def ask(self, what: str) -> None:
-        """Tell where this process is, and stay there until there is an answer; maybe fail."""
-        self.tell(what)
+        """Report where this process is, and wait for the answer, which may be to fail."""
+        self.report(what)
         answer = self._file(f"{what}, answered")
         until(lambda: answer.exists() and answer.read_text(), f"the answer to {what}", 150.0)
         if answer.read_text() == "raise":
             raise OSError(errno.ENOSPC, "No space left on device, says the test")
 
-    def answer(self, what: str, word: str = "go") -> None:
-        self._file(f"{what}, answered").write_text(word)
+    def answer(self, what: str, reply: str = "go") -> None:
+        self._file(f"{what}, answered").write_text(reply)
 
     def _file(self, what: str) -> Path:
         return self.folder / f"{self.rank} {what}"
@@ -115,19 +115,19 @@ def state_of(version: int, ranks: Iterable[int], *, is_model: bool = False) -> d
     }
 
 
-def version_of(found: Mapping[str, Any], made: Callable[[int], dict[str, Any]]) -> int:
-    """Return which version of what is made this is, -1 for none."""
+def version_of(state: Mapping[str, Any], make: Callable[[int], dict[str, Any]]) -> int:
+    """Return the version for which `make` returns an equal state, -1 for none."""
     for version in range(9):
-        expected = made(version)
-        if found.keys() == expected.keys() and all(
-            torch.equal(found[name], value) for name, value in expected.items()
+        expected = make(version)
+        if state.keys() == expected.keys() and all(
+            torch.equal(state[name], value) for name, value in expected.items()
         ):
             return version
     return -1
 
 
 class HeldSavePlanner(DefaultSavePlanner):
-    """A planner of saves; torch's own stays as it is, as refusals are explained by it."""
+    """A planner of saves; torch's own is not patched, as errors refer to it."""
 
 
 class HeldLoadPlanner(DefaultLoadPlanner):
@@ -146,10 +146,10 @@ def _before(kind: type, name: str, call: Callable[[], None]) -> None:
 
 
 def _watch(job: Job) -> None:
-    """Tell of each step in which ranks wait; stop where the job is held."""
+    """Report each step in which ranks wait; stop where the job is held."""
 
     def entered(name: str, numbers: Iterator[int]) -> None:
-        job.line.tell(f"{name} {next(numbers)}")
+        job.line.report(f"{name} {next(numbers)}")
 
     for kind, method, name in (
         (Coordinator, "collect", "collect"),
@@ -184,15 +184,15 @@ def load(job: Job) -> str:
 
 def check_and_save(job: Job) -> str:
     """Load what is there, save the next version over it, load that; return the first's version."""
-    found = load(job)
+    before = load(job)
     save(job)
     again = load(job)
     assert again == f"version {job.version}", f"Saved version {job.version}, loaded {again}."
-    return found
+    return before
 
 
 def consolidate(job: Job) -> str:
-    """Consolidate; return which files came out."""
+    """Consolidate; return the names of the files."""
     job.held("call")
 
     # The export that is there already has other files.
@@ -213,7 +213,7 @@ OPERATIONS: dict[str, Callable[[Job], str]] = {
 
 
 def rank_main(job: Job) -> None:
-    """Be one rank: join, wait for the word, run the operation, tell how it ended."""
+    """Be one rank: join, wait for the start, run the operation, report how it ended."""
     line = job.line
     ranks = {"RANK": str(line.rank), "WORLD_SIZE": str(job.cell.world_size)}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), **ranks)
@@ -225,7 +225,7 @@ def rank_main(job: Job) -> None:
     try:
         value = OPERATIONS[job.operation](job)
     except BaseException as error:  # noqa: BLE001  # DCP's own and interrupts are among the subjects
-        line.tell(
+        line.report(
             "ended",
             kind=type(error).__name__,
             ours=isinstance(error, ckpt_storage.CheckpointError),
@@ -236,4 +236,4 @@ def rank_main(job: Job) -> None:
             trace=traceback.format_exc(),
         )
     else:
-        line.tell("ended", kind="returned", text=value)
+        line.report("ended", kind="returned", text=value)

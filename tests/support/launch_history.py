@@ -25,7 +25,7 @@ ANY_PROCESS = 0
 _EXPECTED_ENDS = {"KeyboardInterrupt", "SystemExit", "RuntimeError"}
 """Of a rank that got a signal, and of one whose peer died, as gloo puts it."""
 
-_RECOVERY_COUNT = 4
+_RECOVERY_COUNT = 2
 """So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
 
 _WORKER_START_S = 30.0
@@ -113,7 +113,7 @@ class Bounds:
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What was found, by kind; each a line."""
+    """The violations by kind; each a line."""
 
     mixtures: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -231,7 +231,7 @@ class History:
     ) -> None:
         rank = str(call["rank"])
         payload = [call["step"], call["life"]]
-        if "save_id" in end:  # this rank was told that it is committed
+        if "save_id" in end:  # to this rank it is committed
             save = by_id.get(end["save_id"])
             if save is not None and save["marks"].get(rank, [])[:2] != payload:
                 findings.lost.append(f"{_who(call)} is OK as {end['save_id']}, which holds {save}")
@@ -246,7 +246,7 @@ class History:
             ]
 
     def _check_recovery(self, findings: Findings) -> None:
-        """Note saves that go on failing though no fault comes any more."""
+        """Note saves that fail long after the last fault."""
         begins: dict[tuple[int, int], float] = {}
         ends: dict[tuple[int, int], float] = {}
         good: set[tuple[int, int]] = set()

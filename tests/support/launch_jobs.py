@@ -137,11 +137,11 @@ class Logs:
     ) -> list[Event]:
         """Wait until so many such events are there."""
         end_s = time.monotonic() + limit_s
-        while len(found := self.all(event, **values)) < count:
+        while len(events := self.all(event, **values)) < count:
             if time.monotonic() > end_s:
-                raise AssertionError(f"{len(found)} of {count} {event} {values} in {limit_s} s")
+                raise AssertionError(f"{len(events)} of {count} {event} {values} in {limit_s} s")
             time.sleep(0.02)
-        return found
+        return events
 
 
 class Job:

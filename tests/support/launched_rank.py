@@ -73,7 +73,7 @@ _PLANNERS: dict[str, Callable[[dict[str, Any]], DefaultSavePlanner]] = {
 
 
 class RaisingState:
-    """A `Stateful` that cannot tell its state."""
+    """A `Stateful` whose `state_dict` raises."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ZeroDivisionError("this state raises")
@@ -105,7 +105,7 @@ def break_store_connections() -> int:
 def forget_addresses() -> None:
     """Remove gloo's addresses of an earlier incarnation: torchrun keeps its store.
 
-    What this library left there stays.
+    The keys of this library stay.
     """
     rank, world_size, restart = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -473,7 +473,7 @@ def main() -> None:
         raise
     trainer.close()
     trainer.log.write("end", step=trainer.step)
-    # Nobody leaves a group whose other members still talk.
+    # No rank ends while other members of its group still communicate.
     with contextlib.suppress(RuntimeError):
         dist.barrier()
         dist.destroy_process_group()

@@ -114,7 +114,7 @@ def save(store: Store, step: int, *, loss: float | None = None) -> str:
     attempt = tools.attempted(here)
     user = {"step": step} if loss is None else {"step": step, "metrics": {"loss": loss}}
     documents: dict[str, Any] = {"manifest": attempt.manifest, "stock": attempt.stock}
-    record = commit.commit(here, attempt.grant, **documents, user=user)
+    record = commit.commit(here, attempt.ticket, **documents, user=user)
     tools.published(here, attempt, record)
     return attempt.save_id
 

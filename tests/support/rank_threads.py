@@ -18,8 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from ckpt_storage import CheckpointError, Timeouts
-from ckpt_storage.coordination import conversation as conversation_module
 from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination import operation_rounds as rounds_module
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import KeyValues, StoreClient
 from ckpt_storage.coordination.lane import Lane
@@ -146,7 +146,7 @@ class SharedStore:
             self.unreachable.clear()
 
     def copy(self) -> SharedStore:
-        """Return a store with the same keys, as those find it who are started anew."""
+        """Return a store with the same keys, as restarted processes see it."""
         copy = SharedStore()
         for key in self.store.list_keys():
             copy.store.set(key, self.store.get(key))  # type: ignore[arg-type]  # bytes will do
@@ -256,8 +256,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what ranks wait for each other beyond their deadlines."""
     monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.1)
     monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.3)
-    monkeypatch.setattr(conversation_module, "_FINISH_FAILED_S", 0.1)
-    monkeypatch.setattr(conversation_module, "_FINISH_EXTRA_S", 0.5)
+    monkeypatch.setattr(rounds_module, "_FINISH_FAILED_S", 0.1)
+    monkeypatch.setattr(rounds_module, "_FINISH_EXTRA_S", 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

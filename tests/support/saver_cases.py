@@ -167,7 +167,7 @@ def _patch() -> None:
     await_release = Member.await_release
 
     def stopping(self: Member) -> Any:
-        if self._talk.is_commit:
+        if self._rounds.is_commit:
             _pass("outcome")
         return await_release(self)
 

@@ -221,10 +221,10 @@ def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
     """What rank 0 passes on of a rank that it no longer hears grows old; an exit waits for none."""
     slow, coordinator, member = (Heartbeats(rank) for rank in (1, 0, 2))
     slow.begin("write", 100)
-    coordinator.hear(slow.pack())
+    coordinator.receive(slow.pack())
     begun_s = time.monotonic()
     time.sleep(0.5)
-    member.hear(coordinator.pack())
+    member.receive(coordinator.pack())
     told = member.known()[1]
     assert told.heard_s - told.idle_s < begun_s + 0.2
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_storage.coordination.identity import GivenUp, Identity, find_disagreement
+from ckpt_storage.coordination.identity import Abandonment, Identity, find_disagreement
 from ckpt_storage.errors import RankMismatchError
 
 
@@ -26,7 +26,7 @@ def disagreement(
     earlier: Mapping[int, Identity] | None = None,
     *,
     is_complete: bool = True,
-) -> GivenUp | None:
+) -> Abandonment | None:
     return find_disagreement(
         identities,
         {},
@@ -70,48 +70,48 @@ def test_equal_identities_go_on_and_are_not_looked_up() -> None:
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_the_lowest_step_is_given_up(*, is_complete: bool) -> None:
+def test_the_lowest_step_is_abandonment(*, is_complete: bool) -> None:
     """As soon as two are seen; the error names steps and ranks."""
-    given_up = disagreement({0: last(300), 4: last(100), 7: last(200)}, is_complete=is_complete)
-    assert given_up is not None
-    assert given_up.identity == last(100)
-    assert isinstance(given_up.error, RankMismatchError)
-    assert given_up.error.values == {"300": [0], "100": [4], "200": [7]}
-    assert "the step" in str(given_up.error)
+    abandonment = disagreement({0: last(300), 4: last(100), 7: last(200)}, is_complete=is_complete)
+    assert abandonment is not None
+    assert abandonment.identity == last(100)
+    assert isinstance(abandonment.error, RankMismatchError)
+    assert abandonment.error.values == {"300": [0], "100": [4], "200": [7]}
+    assert "the step" in str(abandonment.error)
 
 
 def test_a_run_that_went_back_is_behind_nobody() -> None:
     """The number of restores counts before the step."""
-    given_up = disagreement({0: last(900, 0), 1: last(100, 1)})
-    assert given_up is not None
-    assert given_up.identity == last(900, 0)
+    abandonment = disagreement({0: last(900, 0), 1: last(100, 1)})
+    assert abandonment is not None
+    assert abandonment.identity == last(900, 0)
 
 
 def test_a_step_that_one_rank_does_not_know_hides_no_difference_of_others() -> None:
     """A rank that agrees with each of two ranks does not make these agree."""
-    given_up = disagreement({0: last(None), 1: last(100), 2: last(200)})
-    assert given_up is not None
-    assert given_up.identity == last(100)
+    abandonment = disagreement({0: last(None), 1: last(100), 2: last(200)})
+    assert abandonment is not None
+    assert abandonment.identity == last(100)
 
 
 def test_different_urls_fail_all_unless_one_has_been_left_behind() -> None:
     """A rank that comes now for what another one came for before is behind."""
     identities = {0: numbered(1), 1: numbered(2)}
-    given_up = disagreement(identities)
-    assert given_up is not None
-    assert given_up.identity is None
+    abandonment = disagreement(identities)
+    assert abandonment is not None
+    assert abandonment.identity is None
     earlier = {0: numbered(1), 1: numbered(2)}
-    given_up = disagreement({0: numbered(2), 1: numbered(3)}, earlier)
-    assert given_up is not None
-    assert given_up.identity == numbered(2)
+    abandonment = disagreement({0: numbered(2), 1: numbered(3)}, earlier)
+    assert abandonment is not None
+    assert abandonment.identity == numbered(2)
     assert disagreement(identities, is_complete=False) is None
 
 
 def test_ranks_that_disagree_each_time_all_fail_each_time() -> None:
     """What ranks repeat leaves nobody behind."""
-    given_up = disagreement({0: numbered(1), 1: numbered(2)}, {0: numbered(1), 1: numbered(2)})
-    assert given_up is not None
-    assert given_up.identity is None
+    abandonment = disagreement({0: numbered(1), 1: numbered(2)}, {0: numbered(1), 1: numbered(2)})
+    assert abandonment is not None
+    assert abandonment.identity is None
 
 
 IDENTITIES = st.builds(
@@ -131,11 +131,11 @@ def test_only_what_agrees_pairwise_goes_on_and_somebody_fails_otherwise(
     identities: Mapping[int, Identity], earlier: Mapping[int, Identity]
 ) -> None:
     """Whatever came before; what is given up is what a rank holds."""
-    given_up = disagreement(identities, earlier)
+    abandonment = disagreement(identities, earlier)
     agree = all(a.agrees_with(b) for a, b in itertools.combinations(identities.values(), 2))
-    assert (given_up is None) == agree
-    if given_up is not None and given_up.identity is not None:
-        assert given_up.identity in identities.values()
+    assert (abandonment is None) == agree
+    if abandonment is not None and abandonment.identity is not None:
+        assert abandonment.identity in identities.values()
         # Somebody keeps its call, or all fail: nothing goes on that is mixed.
-        kept = [one for one in identities.values() if not one.agrees_with(given_up.identity)]
+        kept = [one for one in identities.values() if not one.agrees_with(abandonment.identity)]
         assert len(kept) < len(identities)

@@ -1,31 +1,33 @@
-"""What a save comes to on a rank: each row of the table."""
+"""The outcome of a failed save on a rank: each row of the table."""
 
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
 
-from ckpt_storage.saves.outcome import TABLE, Action, Cause, Stage, StorageSays, outcome_of
+from ckpt_storage import CommitUnknownError, list_checkpoints, save
+from ckpt_storage.commit.assembly import commit_save
+from ckpt_storage.saves import session
+from ckpt_storage.saves.outcome import TABLE, Action, Cause, Stage, StorageState, outcome_of
 
 RANKS = {True: "coordinator", False: "member"}
-SITUATIONS = list(itertools.product(RANKS, get_args(Stage), get_args(Cause), get_args(StorageSays)))
+SITUATIONS = list(
+    itertools.product(RANKS, get_args(Stage), get_args(Cause), get_args(StorageState))
+)
 
-Expected = tuple[bool | None, Stage | None, Cause, StorageSays | None, Action, bool]
+Expected = tuple[bool | None, Stage | None, Cause, StorageState | None, Action, bool]
 
 ROWS: list[Expected] = [
     # coordinator, stage, cause, storage (None: any) -> action, discards
-    (None, None, "none", None, "return", False),
     (None, "writing", "undecided", None, "raise", False),
-    (None, "reported", "undecided", "not asked", "ask storage", False),
-    (None, "committing", "undecided", "not asked", "ask storage", False),
     (None, "reported", "undecided", "absent", "raise unknown", False),
     (None, "committing", "undecided", "absent", "raise unknown", False),
-    (True, "reported", "undecided", "committed", "return", False),
-    (True, "committing", "undecided", "committed", "return", False),
-    (False, "reported", "undecided", "committed", "raise with info", False),
-    (False, "committing", "undecided", "committed", "raise with info", False),
+    (None, "reported", "undecided", "committed", "raise with info", False),
+    (None, "committing", "undecided", "committed", "raise with info", False),
     (None, "committing", "interrupt", None, "raise unknown", False),
     (None, "writing", "interrupt", None, "raise", False),
     (None, "reported", "interrupt", None, "raise", False),
@@ -48,7 +50,7 @@ def test_each_situation_has_its_outcome(
     is_coordinator: bool | None,  # noqa: FBT001  # of a row
     stage: Stage | None,
     cause: Cause,
-    storage: StorageSays | None,
+    storage: StorageState | None,
     action: Action,
     discards: bool,  # noqa: FBT001  # of a row
 ) -> None:
@@ -86,7 +88,7 @@ def test_the_rows_cover_every_situation_once() -> None:
 
 def test_what_is_or_may_be_committed_is_never_called_failed() -> None:
     """A member that has reported and sees no outcome raises no plain failure, whatever is there."""
-    for storage in get_args(StorageSays):
+    for storage in get_args(StorageState):
         row = outcome_of(is_coordinator=False, stage="reported", cause="undecided", storage=storage)
         assert row.action != "raise"
         assert not row.discards
@@ -97,3 +99,20 @@ def test_only_the_coordinator_discards_and_only_what_nobody_writes() -> None:
     for rank, stage, cause, storage in SITUATIONS:
         row = outcome_of(is_coordinator=rank, stage=stage, cause=cause, storage=storage)
         assert row.discards == (rank and stage == "writing" and cause in {"failure", "unexpected"})
+
+
+def test_an_unexpected_error_in_the_commit_leaves_the_outcome_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save may be committed, so it is not called failed; the error is the cause."""
+
+    def commit_and_raise(*args: Any, **options: Any) -> None:
+        commit_save(*args, **options)
+        raise RuntimeError("after the commit")
+
+    monkeypatch.setattr(session, "commit_save", commit_and_raise)
+    with pytest.raises(CommitUnknownError) as caught:
+        save({"w": torch.ones(2)}, tmp_path / "checkpoint")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    (committed,) = list_checkpoints(tmp_path)
+    assert committed.save_id == caught.value.save_id

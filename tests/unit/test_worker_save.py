@@ -91,7 +91,7 @@ def save_on(
 
 def fail(operation: Operation, error: CheckpointError) -> None:
     """Let the operation fail on another rank."""
-    operation._talk.failure = error  # noqa: SLF001  # as the ranks' store reports it
+    operation._rounds.failure = error  # noqa: SLF001  # as the ranks' store reports it
 
 
 def beat(phase: Phase, done_bytes: int, done_files: int = 1) -> RankProgress:
@@ -127,7 +127,7 @@ def test_a_failure_is_reported_before_the_call_has_ended(
     def report(error: CheckpointError) -> None:
         reported.append(error)
         if is_lost:
-            operation.detection_failed(LostStoreError("no answer in 3 s"))
+            operation._rounds.lose(LostStoreError("no answer in 3 s"))  # noqa: SLF001  # as above
         else:
             fail(operation, error)
 

@@ -1,4 +1,4 @@
-"""What planning of saves and of loads ask of values: how they are cut, and what is plain."""
+"""Tensors and plain values as plans of saves and loads see them: shardings, dtypes, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Placements = tuple[object, ...]
-"""What tells placements apart: class and parameters of each."""
+"""A key of placements: class and parameters of each."""
 
 _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -23,28 +23,28 @@ Parts = tuple[Any, Any, Any, Any]
 """Global shape; offsets in the global tensor, offsets in the local one and sizes, of each part."""
 
 _is_known = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
-"""Releases without it look at no attribute: then such a tensor is one like any other."""
+"""Releases without it read no attribute: such a tensor is then like any other."""
 
 
 def parts_of(tensor: torch.Tensor) -> Parts | None:
-    """Return what a tensor says of its parts; None if it says nothing, or torch does not ask."""
+    """Return the parts that a tensor declares; None if it declares none, or torch ignores them."""
     if not _is_known or not hasattr(tensor, _NAMES[1]):
         return None
-    found = tuple(getattr(tensor, name, None) for name in _NAMES)
-    return None if None in found else found  # type: ignore[return-value]  # four names
+    parts = tuple(getattr(tensor, name, None) for name in _NAMES)
+    return None if None in parts else parts  # type: ignore[return-value]  # four names
 
 
 def placements_key(placements: Iterable[object]) -> Placements:
-    """Return what tells placements apart: they themselves do not on all releases of torch."""
+    """Return a key of placements: they compare themselves wrongly on some releases of torch."""
     # By type, because they themselves compare by what they are subclasses of; spelling takes 1 us.
     return tuple(
         [
-            (kind, one.dim)  # type: ignore[attr-defined]  # the kind tells
-            if (kind := type(one)) is Shard
+            (kind, placement.dim)  # type: ignore[attr-defined]  # the kind tells
+            if (kind := type(placement)) is Shard
             else kind
             if kind is Replicate
-            else (kind.__qualname__, repr(one))
-            for one in placements
+            else (kind.__qualname__, repr(placement))
+            for placement in placements
         ]
     )
 
