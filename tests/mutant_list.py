@@ -22,6 +22,8 @@ class Mutant:
         return self.path.partition("/")[0]
 
 
+_ALONE = "tests/api/test_consolidate_alone.py"
+_CASTS = "tests/api/test_casts.py"
 _CLI = "tests/api/test_cli.py"
 _COMMIT = "tests/protocol/test_commit.py"
 _COMPARED = "tests/api/test_checkpoint_numbers.py"
@@ -95,13 +97,13 @@ _MANAGER_MUTANTS = [
         "manager/prune.py",
         "or newest is None or by_step(info) >= by_step(newest):",
         "or newest is None:",
-        [_PRUNE],
+        [f"{_PRUNE}::test_no_plan_deletes_what_is_newer_than_its_newest"],
     ),
     Mutant(
         "manager/prune.py",
         "if present is None or present.save_id != newest.save_id:",
         "if present is None:",
-        [_PRUNE],
+        ["tests/faults/test_prune_attack.py::test_without_its_newest_a_plan_deletes_nothing"],
     ),
     Mutant(
         "manager/prune.py",
@@ -113,13 +115,13 @@ _MANAGER_MUTANTS = [
         "manager/prune.py",
         'if status == "foreign":',
         'if status == "unknown":',
-        [f"{_PRUNE}::test_a_stock_save_under_a_pruned_name_stays"],
+        [f"{_PRUNE}::test_a_stock_save_into_leftovers_is_none"],
     ),
     Mutant(
         "manager/names_in_use.py",
         "is_free = name not in self.reasons()",
         "is_free = True",
-        [f"{_MANAGER}::test_what_is_being_loaded_or_saved_is_not_pruned"],
+        ["tests/unit/test_names_in_use.py"],
     ),
     Mutant(
         "manager/names_in_use.py",
@@ -186,7 +188,7 @@ _MANAGER_MUTANTS = [
         "manager/step_save.py",
         "ended.save_id if ended.state is SaveState.COMMITTED else None",
         "ended.save_id if ended.state.is_final else None",
-        [_MANAGER],
+        ["tests/unit/test_step_save.py"],
     ),
     Mutant(
         "manager/names.py",
@@ -777,20 +779,20 @@ _COMMIT_MUTANTS = [
     ),
     Mutant(
         "commit/attempt.py",
-        "if time.time() - grant.began_s > _MOST_AGE_S:",
-        "if grant.began_s < 0:",
+        "if time.time() - ticket.began_s > _MOST_AGE_S:",
+        "if ticket.began_s < 0:",
         [f"{_UPKEEP}::test_an_attempt_of_days_ago_is_not_committed"],
     ),
     Mutant(
         "commit/attempt.py",
-        'if holder.type != "fence" or grant.save_id in holder.fenced:',
+        'if holder.type != "fence" or ticket.save_id in holder.fenced:',
         'if holder.type != "fence":',
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
         "commit/attempt.py",
-        'if holder.type != "fence" or grant',
-        "if grant",
+        'if holder.type != "fence" or ticket',
+        "if ticket",
         [f"{_COMMIT}::test_a_slot_that_another_holds_is_lost_to_it"],
     ),
     Mutant(
@@ -1097,7 +1099,12 @@ _SAVES_MUTANTS = [
         '"committed", "return")',
         ["tests/unit/test_save_outcome.py"],
     ),
-    Mutant("saves/shardfile.py", "if found != length:", "if found < length:", [_WRITER, _REFUSED]),
+    Mutant(
+        "saves/shardfile.py",
+        "if actual_length != length:",
+        "if actual_length < length:",
+        [_WRITER, _REFUSED],
+    ),
     Mutant(
         "saves/shardfile.py",
         "_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES]",
@@ -1112,7 +1119,7 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/session.py",
-        'if error.kind != "no-space" or not self._has_freed(grant, deadline):',
+        'if error.kind != "no-space" or not self._has_freed(ticket, deadline):',
         "if error.kind:",
         ["tests/api/test_full_disk.py::test_a_save_without_space_frees_what_a_dead_one_left"],
     ),
@@ -1124,8 +1131,8 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/session.py",
-        "self.discard(grant.save_id, is_whole=True)",
-        "self.discard(grant.save_id, is_whole=False)",
+        "self.discard(ticket.save_id, is_whole=True)",
+        "self.discard(ticket.save_id, is_whole=False)",
         [
             "tests/api/test_requests.py::test_an_attempt_that_cannot_be_claimed_leaves_nothing",
             "tests/api/test_full_disk.py",
@@ -1164,7 +1171,7 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_looks and self._is_silent(rank):",
+        "> self._allowed_looks and self._is_worker_silent(rank):",
         "> self._allowed_looks:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
@@ -1176,7 +1183,7 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/failures.py",
-        "is_general = failure.is_decision or not",
+        "is_general = is_decision or not",
         "is_general = not",
         [
             "tests/protocol/test_coordination.py::test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all"
@@ -1199,19 +1206,13 @@ _DCP_MUTANTS = [
     ),
     Mutant(
         "dcp/writer.py",
-        "            of.pending = None\n",
-        "            of.asked = True\n",
+        "            state.pending = None\n",
+        "            state.is_reset_consumed = True\n",
         ["tests/api/test_dcp_bad_input.py"],
     ),
 ]
 
 _LOADS_MUTANTS = [
-    Mutant(
-        "loads/items.py",
-        "if not self._allow_lossy and not torch.can_cast(_dtype(stored)[0], target.dtype):",
-        "if False:",
-        [f"{_REFUSED}::test_a_cast_that_changes_the_kind_of_value_needs_leave"],
-    ),
     Mutant(
         "loads/items.py",
         "                if known != number:",
@@ -1226,7 +1227,7 @@ _LOADS_MUTANTS = [
         [f"{_REFUSED}::test_targets_of_inference_mode_are_filled"],
     ),
     Mutant(
-        "loads/resolving.py",
+        "loads/tensors.py",
         "is not getattr(torchs, n) or n in own for n in _RESOLVING):",
         "is not getattr(torchs, n) for n in _RESOLVING):",
         [_REFUSED],
@@ -1281,6 +1282,133 @@ _OPTIONS_MUTANTS = [
     ),
 ]
 
+_EXPORT_MUTANTS = [
+    Mutant(
+        "export/folder.py",
+        "        self.check_held()\n        if self.last:",
+        "        if self.last:",
+        [_REPLACED, "tests/api/test_convert_failures.py"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "plan, store = self.plan, self.site.target\n        self.check_held()",
+        "plan, store = self.plan, self.site.target",
+        [_REPLACED],
+    ),
+    Mutant("export/write.py", "self._task.check_held()", "_ = self._task.check_held", [_REPLACED]),
+    Mutant(
+        "export/write.py",
+        "self._task.check_unchanged()",
+        "_ = self._task.check_unchanged",
+        [_REPLACED],
+    ),
+    Mutant(
+        "export/folder.py",
+        "old.sort(key=lambda name: name != SINGLE_NAME)",
+        "old.sort(key=lambda name: name == SINGLE_NAME)",
+        [_ALONE],
+    ),
+    Mutant(
+        "export/folder.py", "if now is None or now.run_id != run_id:", "if now is None:", [_PRUNE]
+    ),
+    Mutant(
+        "export/folder.py",
+        "not (is_resumed or is_remains or self.setting.overwrite):",
+        "not (is_resumed or self.setting.overwrite):",
+        [_COPY],
+    ),
+    Mutant(
+        "export/torchfile.py", "if size_bytes > info.file_size:", "if size_bytes < 0:", [_CONVERT]
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "or info.file_size != info.compress_size:",
+        "or info.file_size < 0:",
+        [_CONVERT],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "if crc != record.crc32:",
+        "if crc < 0:",
+        [f"{_CONVERT}::test_every_flipped_bit_of_a_torch_file_is_found"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "if is_strided and not tensor.is_contiguous():",
+        "if not is_strided:",
+        [_CONVERT],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "            self.check_unchanged()\n",
+        "            _ = self.check_unchanged\n",
+        [_CONVERT, "tests/api/test_convert_failures.py"],
+    ),
+    Mutant(
+        "export/select.py",
+        "if key is None or (depth and not _MODEL.fullmatch(key)):",
+        "if key is None:",
+        [_CONSOLIDATION],
+    ),
+    Mutant("export/select.py", "if len(models) != 1:", "if not models:", [_CONSOLIDATION]),
+    Mutant(
+        "export/select.py",
+        "if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:",
+        "if None in crcs:",
+        [_ALONE],
+    ),
+    Mutant(
+        "export/copy.py",
+        "while save_id != head_id and save_id in named:",
+        "while save_id is None:",
+        [f"{_COPY}::test_an_id_that_the_target_gave_up_is_never_used_again"],
+    ),
+    Mutant(
+        "export/copy.py",
+        "elif head not in _PROTECTED and head.casefold() in _FOLDED:",
+        "elif head in _PROTECTED and head.casefold() not in _FOLDED:",
+        ["tests/api/test_hostile_names.py"],
+    ),
+    Mutant(
+        "export/copy.py",
+        "if found is None or found < end:",
+        "if found is None:",
+        [f"{_COPY}::test_a_stock_checkpoint_whose_files_come_short_is_found"],
+    ),
+    Mutant(
+        "export/write.py",
+        "if expected not in {None, told}:",
+        "if told is None:",
+        [_ALONE, f"{_COPY}::test_within_a_bucket_the_storage_copies"],
+    ),
+    Mutant(
+        "export/options.py",
+        "startswith(f\"{spelt(outer).rstrip('/')}/\")",
+        "startswith(spelt(outer).rstrip('/'))",
+        [_COPY],
+    ),
+    Mutant(
+        "export/consolidate.py",
+        'if target.url == source.url or f"{target.url}/".startswith(own):',
+        "if target.url == source.url:",
+        [f"{_ALONE}::test_what_can_be_no_output_is_refused"],
+    ),
+]
+
+_CASTS_MUTANTS = [
+    Mutant("loads/casts.py", 'if self._casts == "exact":', 'if self._casts == "never":', [_CASTS]),
+    Mutant(
+        "loads/casts.py",
+        "if stored.is_complex and not target.is_complex:",
+        "if stored.is_complex and target.is_complex:",
+        [_CASTS],
+    ),
+    Mutant("loads/casts.py", "        and wide.step <= narrow.step\n", "", [_CASTS]),
+    Mutant(
+        "loads/casts.py", "if changes.unfit is not None:", "if changes.unfit is changes:", [_CASTS]
+    ),
+]
+
 MUTANTS: list[Mutant] = [
     *_MANAGER_MUTANTS,
     *_CLI_MUTANTS,
@@ -1297,4 +1425,6 @@ MUTANTS: list[Mutant] = [
     *_LOADS_MUTANTS,
     *_INTEGRATIONS_MUTANTS,
     *_OPTIONS_MUTANTS,
+    *_EXPORT_MUTANTS,
+    *_CASTS_MUTANTS,
 ]

@@ -303,6 +303,31 @@ def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, is_archived: bool)
     assert _restored_from(folder) == 1
 
 
+def test_no_plan_deletes_what_is_newer_than_its_newest(store: tools.DictStore) -> None:
+    """Whoever made the plan: without something newer that is sound a checkpoint stays."""
+    one = pruner(at_times(store, 1, 2), KeepLatest(1))
+    plan = one.prune(FAR, dry_run=True)
+    (old,), newest = plan.planned, plan.kept[-1]
+    report = one.execute(replace(plan, planned=(newest,), newest=old.info), FAR)
+    assert report.skipped == {name_of(2): "nothing sound is newer"}
+    assert _steps_in(store) == [1, 2]
+
+
+def test_a_stock_save_into_leftovers_is_none(tmp_path: Path) -> None:
+    """Between plan and execution another tool saves into a folder that held leftovers."""
+    cases.saved(tmp_path, 2)
+    folder = tmp_path / name_of(1)
+    folder.mkdir()
+    (folder / "note").touch()
+    one = Pruner(Root(Location.of(tmp_path), StepNames()), KeepLatest(1))
+    plan = one.prune(FAR, dry_run=True)
+    assert plan.leftovers == (name_of(1),)
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(folder))
+    before = _contents(folder)
+    assert one.execute(plan, FAR).skipped == {name_of(1): "another tool wrote it"}
+    assert _contents(folder) == before
+
+
 def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     """A link counts for nothing, and what it means is kept as long as it is there."""
     cases.saved(tmp_path, 4, 5)

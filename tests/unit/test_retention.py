@@ -167,6 +167,13 @@ def test_policies_are_values() -> None:
     )
 
 
+def test_a_checkpoint_of_just_the_age_is_not_newer() -> None:
+    """KeepNewerThan keeps what was committed less than the age ago."""
+    ages_s = {"step-1": 60.0, "step-2": 59.5, "step-3": 0.0}
+    plan = plan_of([info(1), info(2), info(3)], KeepNewerThan(60), ages_s=ages_s)
+    assert steps(plan) == [2, 3]
+
+
 VALUES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, math.nan, math.inf, -math.inf]))
 INFOS = st.dictionaries(st.integers(0, 40), VALUES, max_size=16).map(
     lambda losses: [info(step, loss=loss) for step, loss in losses.items()]
