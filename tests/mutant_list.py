@@ -170,7 +170,7 @@ _MANAGER_MUTANTS = [
         "manager/root.py",
         'if isinstance(error, StorageError) and error.kind != "permission":',
         'if isinstance(error, StorageError) and error.kind == "not-found":',
-        ["tests/api/test_mirror.py::test_a_step_that_cannot_be_read_is_no_missing_one"],
+        [f"{_PRUNE}::test_a_storage_that_does_not_answer_is_no_unreadable_checkpoint"],
     ),
     Mutant(
         "manager/selection.py",
@@ -194,7 +194,7 @@ _MANAGER_MUTANTS = [
         "manager/names.py",
         "<= _MAX_STEP and self.name_of(step) == name else None",
         "<= _MAX_STEP else None",
-        [f"{_RETENTION}::test_a_name_is_one_that_a_step_has_or_none"],
+        [f"{_RETENTION}::test_another_spelling_of_a_number_is_no_step"],
     ),
 ]
 

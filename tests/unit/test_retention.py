@@ -403,6 +403,17 @@ def test_a_name_is_one_that_a_step_has_or_none(template: str, name: str) -> None
     assert step is None or names.name_of(step) == name
 
 
+def test_another_spelling_of_a_number_is_no_step() -> None:
+    """Two folders would be one step: a name is spelt with just the zeros of the template."""
+    for template, name in (
+        ("step-{step:08d}", "step-7"),
+        ("s{step}", "s07"),
+        ("s{step:02d}", "s7"),
+    ):
+        assert StepNames(template).step_of(name) is None
+        assert StepNames(template).step_of(StepNames(template).name_of(7)) == 7
+
+
 def test_what_is_no_name_template_or_step_is_refused() -> None:
     """A name that differs in any way is nobody's to delete; other errors say what to give."""
     others = ("step-1000", "step-0000001000", "step--0001000", "step-00001000.tmp")
