@@ -30,7 +30,7 @@ from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
 from .export.consolidate import ConsolidationReport as ConsolidationReport
 from .export.consolidate import consolidate as consolidate
-from .export.convert import ConvertReport as ConvertReport
+from .export.conversion import ConvertReport as ConvertReport
 from .export.convert import convert as convert
 from .export.copy import CopyReport as CopyReport
 from .export.copy import copy as copy

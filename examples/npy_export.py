@@ -17,9 +17,9 @@ from numpy.lib import format as npy
 
 from ckpt_storage import InvalidInputError
 from ckpt_storage.export.folder import PlainFolder
-from ckpt_storage.export.output import Setting, run_together
+from ckpt_storage.export.output import ExportSpec, WriteSummary
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
-from ckpt_storage.export.write import Made
+from ckpt_storage.export.run import run_together
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, checked_path
 from ckpt_storage.store import Location
@@ -49,7 +49,7 @@ class NpyExport(PlainFolder[list[str]]):
         return [
             OutFile(
                 # A name may not lead out of the folder.
-                name=checked_path(f"{fqn}.npy", where=self.setting.source.url),
+                name=checked_path(f"{fqn}.npy", where=self.spec.source.url),
                 segments=[Fixed(header(tensor)), elements_of(fqn, tensor)],
             )
             for fqn, tensor in tensors.items()
@@ -60,7 +60,7 @@ class NpyExport(PlainFolder[list[str]]):
         # A source of another tool has no save id.
         return ["npy/1", self.save_id or self.found.state]
 
-    def report(self, made: Made, seconds: float) -> list[str]:
+    def report(self, made: WriteSummary, seconds: float) -> list[str]:
         """Return the names of the files."""
         del made, seconds
         return [file.name for file in self.plan.files]
@@ -70,10 +70,10 @@ def export_npy(
     source: str, target: str, *, process_group: dist.ProcessGroup | None = None
 ) -> list[str]:
     """Write each tensor of the checkpoint at `source` to a file in the folder `target`."""
-    setting = Setting(source=Location.of(source), target=Location.of(target))
+    spec = ExportSpec(source=Location.of(source), target=Location.of(target))
 
     what = f"export of {source}"
-    return run_together(process_group, "npy", what, setting.timeouts, lambda: setting, NpyExport)
+    return run_together(process_group, "npy", what, spec.timeouts, lambda: spec, NpyExport)
 
 
 if __name__ == "__main__":

@@ -134,17 +134,25 @@ class App(click.Group):
             _say("interrupted.")
             code = INTERRUPTED
         except _PipedError:
-            # What is still in the buffer has nowhere to go.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         except Exception as error:  # noqa: BLE001  # the last border; --debug shows what it was
             code = _told(error, given)
         finally:
             log.removeHandler(handler)
+            _flush_streams()
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+def _flush_streams() -> None:
+    """Drop what cannot be written: Python would exit with 120 for it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Warnings(logging.Handler):
@@ -175,12 +183,18 @@ def _told(error: Exception, given: Sequence[str]) -> int:
         told = scrub("".join(traceback.format_exception(error)))
         sys.stderr.write("".join(f"{shown(line)}\n" for line in told.splitlines()))
     if isinstance(error, CheckpointError):
-        # As it is typed here.
-        told = _ONE_NAME.sub(lambda one: f"--{one[1]} {shlex.quote(one[3])}", str(error))
+        step = error.next_step or ""
+        what = str(error).removesuffix(step)
+        # As it is typed here; what failed may name files and tensors that are spelt alike.
+        step = _ONE_NAME.sub(lambda one: f"--{one[1]} {shlex.quote(one[3])}", step)
         for spelling, option in _TYPED.items():
-            told = told.replace(spelling, option)
-        _say(scrub(told))
+            step = step.replace(spelling, option)
+        _say(scrub(f"{what}{step}"))
         return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
+    if isinstance(error, OSError) and error.filename is None:
+        # The library raises only its own errors; this one is of a stream.
+        _say(f"standard output cannot be written: {error.strerror or error}.")
+        return COULD_NOT_RUN
     hint = "" if is_debug else " Run it again with --debug and report what that prints."
     told = str(error).rstrip(". \n")
     _say(scrub(f"unexpected {type(error).__name__}: {told}.{hint}"))

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +14,10 @@ import click
 
 from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError
 from ckpt_storage.export.consolidate import consolidate as consolidation
-from ckpt_storage.export.convert import FORMATS
+from ckpt_storage.export.conversion import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
+from ckpt_storage.export.folder import find_exports
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
@@ -30,6 +31,8 @@ from ckpt_storage.manager.policies import (
 )
 from ckpt_storage.manager.prune import prune as run
 from ckpt_storage.manager.retention import Decision, PruneReport
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location, open_store
 
 from . import output
 from .options import (
@@ -148,6 +151,13 @@ def _renames(
     help="What happens to aliases of tied tensors.",
 )
 @click.option(
+    "--extra-file",
+    "extra_files",
+    multiple=True,
+    metavar="FILE",
+    help="Write this file, a path or URL, beside the weights.",
+)
+@click.option(
     "--meet-timeout",
     metavar="SECONDS",
     default="5m",
@@ -194,7 +204,7 @@ def _ranks(timeout_s: float) -> Iterator[int]:
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         # Perhaps a shell inside a job, whose variables were meant for others.
-        click.echo(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.", err=True)
+        output.note(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.")
     try:
         # Only its store is used; no collective runs.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -223,7 +233,7 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     by which a save that was under way finds out; so does what another tool wrote.
     """
     with open_checkpoint(url, **options) as checkpoint:
-        told = {
+        told: dict[str, object] = {
             "url": checkpoint.url,
             "save_id": checkpoint.save_id,
             "step": checkpoint.step,
@@ -234,9 +244,12 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
             what = f"{checkpoint.url} was written by another tool ({checkpoint.format})."
             step = "Delete it with the tool that wrote it, or as a folder."
             raise InvalidInputError(what, next_step=step)
+    location = Location.of(url, options["storage_options"])
+    with closing(open_store(location, timeouts=Timeouts.of(options["timeout"]))) as store:
+        told["exports"] = find_exports(store)
     # What was shown goes, not what may have replaced it.
     is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
-    verdict = "deleted" if is_deleted else "would be deleted; --yes does it"
+    verdict = "was deleted" if is_deleted else "would be deleted; --yes does it"
     text = [*output.facts(told), f"This checkpoint {verdict}."]
     output.tell("rm", as_json=as_json, text=text, **told, is_dry_run=not yes, is_deleted=is_deleted)
     return SOUND

@@ -45,9 +45,9 @@ def ls(root: str, *, as_json: bool, **options: Any) -> int:
         check_root(root, **options)
     problems = [info.problem for info in infos if info.problem is not None]
     for problem in problems:
-        click.echo(problem, err=True)
+        output.note(problem)
     if not (infos or as_json):
-        click.echo("No committed checkpoint.", err=True)
+        output.note("No committed checkpoint.")
     rows = [(i.name, i.step, i.created_at, i.format, i.save_id, i.metrics) for i in infos]
     head = ("name", "step", "created", "format", "save id", "metrics")
     count = len(head) if any(info.metrics for info in infos) else len(head) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -66,6 +67,12 @@ SOUND, FOUND, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 def shows_progress() -> bool:
     """Return whether a bar may be drawn: on a terminal only."""
     return sys.stderr.isatty()
+
+
+def note(line: str) -> None:
+    """Print a line on standard error; one that cannot be printed changes no exit code."""
+    with contextlib.suppress(OSError):
+        click.echo(line, err=True)
 
 
 def tell(

@@ -135,7 +135,7 @@ def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json:
         found = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
             _put(file, [(str(found) + "\n").encode()])
-        click.echo(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
+        output.note(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}")
         return
     if count > _MOST_JSON_ELEMENTS:
         what = f"{count} elements are too many for JSON."
@@ -184,14 +184,28 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
 
 def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of elements in C order, a piece of at most `most_bytes` at a time."""
-    if slice(None, None, -1) in selection.final:
-        # In another order than it is stored: all at once.
-        yield tensor.words(selection.ranges)[selection.view].tobytes()
-        return
     sizes = tuple(map(len, selection.ranges))
+    turned = _turned(selection)
     for part in slabs(sizes, max(1, most_bytes // tensor.itemsize)):
-        pairs = zip(selection.ranges, part, strict=True)
-        yield tensor.words(tuple(r[some.start : some.stop] for r, some in pairs)).tobytes()
+        # A dimension that runs backwards is read from its end on, and each piece is turned round.
+        ranges = tuple(
+            whole[len(whole) - some.stop : len(whole) - some.start]
+            if is_turned
+            else whole[some.start : some.stop]
+            for whole, some, is_turned in zip(selection.ranges, part, turned, strict=True)
+        )
+        view = tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)
+        yield tensor.words(ranges)[view].tobytes()
+
+
+def _turned(selection: Indexed) -> list[bool]:
+    """Return for each dimension whether its elements are asked for from the last to the first."""
+    entries = [entry for entry in selection.final if entry is not None]
+    count = len(selection.ranges)
+    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
+    rest = [False] * (count - len(entries) + (at < len(entries)))
+    turned = [isinstance(entry, slice) and entry.step == -1 for entry in entries]
+    return [*turned[:at], *rest, *turned[at + 1 :]]
 
 
 def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:

@@ -24,19 +24,21 @@ from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeou
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 
+from .extras import named_files, read_extra_files
 from .folder import ExportFolder
 from .layout import Files, lay_out_model
 from .options import (
     DEFAULT_MAX_FILE_BYTES,
     WANTED,
     ConsolidateOptions,
+    ExtraFiles,
     Selection,
     digest,
     location_beside,
 )
-from .output import Found, Setting, Taken, run, run_in
-from .select import Skipped, check_ties
-from .write import Made
+from .output import ExportSpec, ResumeState, SourceVersion, WriteSummary
+from .run import run, run_in
+from .select import Skipped, check_ties, dropped_prefixes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,7 +70,9 @@ class ConsolidationReport:
     files: in order of their number. `total_bytes` is of all of them, headers included.
     read_bytes: came to the ranks. sent_bytes: went from them. copied_bytes: the storage copied by
         itself. All three of this run, all ranks together. rank_bytes: what each rank wrote of it.
+    dropped_prefixes: what was taken off names by default: keys of containers, marks of wrappers.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
+    extra_files: names of files that were written beside the weights.
     removed: files of earlier exports and of runs that died that were deleted.
     seconds: from the meeting of the ranks to the end.
     """
@@ -86,8 +90,10 @@ class ConsolidationReport:
     sent_bytes: int
     copied_bytes: int
     rank_bytes: Sequence[int]
+    dropped_prefixes: Sequence[str]
     skipped: Sequence[Skipped]
     ties: Mapping[str, str]
+    extra_files: Sequence[str]
     removed: Sequence[str]
     seconds: float
 
@@ -110,6 +116,7 @@ def consolidate(  # the public surface, all keyword-only
     include: Selection | None = None,
     exclude: Selection | None = None,
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop",
+    extra_files: ExtraFiles | None = None,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     progress: Progress = None,
@@ -132,7 +139,8 @@ def consolidate(  # the public surface, all keyword-only
         process_group: the ranks that take part; default: the default group; without one, this
             process. All must reach both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `consolidate` count); default
-            four minutes and an hour.
+            four minutes and an hour. `consolidate` is how long nothing may move, however long the
+            whole takes.
         max_file_bytes: as for `ConsolidateOptions`, like all up to `memory_limit_bytes`.
         fqn_to_index_mapping: which file each tensor goes into.
         dtype: what to cast floating-point tensors to.
@@ -140,6 +148,7 @@ def consolidate(  # the public surface, all keyword-only
         include: which tensors go out, instead of the model's.
         exclude: which of them do not.
         tied: what happens to tied tensors.
+        extra_files: files to write beside the weights.
         memory_limit_bytes: ceiling of buffers per rank.
         page_cache: whether the kernel keeps a copy of local weight files that are on the disk.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
@@ -164,7 +173,7 @@ def consolidate(  # the public surface, all keyword-only
     with contextlib.suppress(CheckpointError):
         timeouts = Timeouts.of(timeout)
 
-    def job() -> ConsolidateJob:
+    def job() -> ConsolidateSpec:
         options = ConsolidateOptions(
             max_file_bytes=max_file_bytes,
             fqn_to_index_mapping=fqn_to_index_mapping,
@@ -173,12 +182,13 @@ def consolidate(  # the public surface, all keyword-only
             include=include,
             exclude=exclude,
             tied=tied,
+            extra_files=extra_files,
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             output=output,
             output_storage_options=output_storage_options,
         )
-        found = ConsolidateJob.of(Location.of(url, storage_options), options)
+        found = ConsolidateSpec.of(Location.of(url, storage_options), options)
         return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
@@ -186,7 +196,7 @@ def consolidate(  # the public surface, all keyword-only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsolidateJob(Setting):
+class ConsolidateSpec(ExportSpec):
     """What is consolidated: the commit in `slot`, which a save goes on with, or else the head."""
 
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
@@ -195,11 +205,12 @@ class ConsolidateJob(Setting):
     phase: ClassVar[Phase] = "consolidate"
 
     @classmethod
-    def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateJob:
+    def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateSpec:
         """Return the job that options mean. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
             target = location_beside(source, options.output, options.output_storage_options)
+        named_files(options.extra_files)
         own = (f"{source.url}/{COMMITS}/", f"{source.url}/{SAVES}/")
         if target.url == source.url or f"{target.url}/".startswith(own):
             what = f"The output {target.url} is where the checkpoint's own files lie."
@@ -221,10 +232,10 @@ class ConsolidateJob(Setting):
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
         options = {name: digest(getattr(self.options, name)) for name in WANTED}
-        return {**Setting.terms(self), "the commit": str(self.slot), **options}
+        return {**ExportSpec.terms(self), "the commit": str(self.slot), **options}
 
 
-def run_consolidate(operation: Operation, job: ConsolidateJob) -> ConsolidationReport:
+def run_consolidate(operation: Operation, job: ConsolidateSpec) -> ConsolidationReport:
     """Consolidate; all ranks call it within one operation, after they have met."""
     return run(operation, job, _Consolidation)
 
@@ -232,18 +243,18 @@ def run_consolidate(operation: Operation, job: ConsolidateJob) -> ConsolidationR
 class _Consolidation(ExportFolder[ConsolidationReport]):
     """One consolidation on one rank."""
 
-    setting: ConsolidateJob
+    spec: ConsolidateSpec
 
-    def find(self) -> Found:
-        slot, url = self.setting.slot, self.setting.source.url
+    def find(self) -> SourceVersion:
+        slot, url = self.spec.slot, self.spec.source.url
         if slot is None:
             return super().find()
         # It may be the head or not any more.
-        record = read_slot(self.site.source, slot)
+        record = read_slot(self.context.source, slot)
         if record is None or record.type != "commit":
             told, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
             raise CheckpointNotFoundError(told, path=url, phase="plan", next_step=step)
-        found = Found(record=record)
+        found = SourceVersion(record=record)
         self.open(found)
         return found
 
@@ -251,16 +262,19 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Files:
-        files, self.skipped = lay_out_model(self.source, self.setting.options)
+        files, self.skipped = lay_out_model(self.source, self.spec.options)
         self.ties = {one.fqn: one.target for one in self.skipped if one.target is not None}
         return files
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         check_ties(self.source, self.ties)
+        entries = [one.fqn for one in self.skipped if one.reason == "file"]
+        given = self.spec.options.extra_files
+        self.extra_files = read_extra_files(self.context, self.source, entries, given)
         return super().take()
 
-    def report(self, made: Made, seconds: float) -> ConsolidationReport:
-        setting, plan = self.setting, self.plan
+    def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
+        spec, plan = self.spec, self.plan
         writers: dict[int, list[int]] = {}
         for rank, one in enumerate(made.results):
             for at in one.spans:
@@ -275,8 +289,8 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             for at, file in sorted(made.files.items())
         ]
         return ConsolidationReport(
-            source_url=setting.source.url,
-            output_url=setting.target.url,
+            source_url=spec.source.url,
+            output_url=spec.target.url,
             source_format=self.source.format,
             save_id=self.save_id,
             index_path=INDEX_NAME,
@@ -286,8 +300,12 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             total_bytes=sum(file.size_bytes for file in files),
             **made.moved,
             rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
+            dropped_prefixes=dropped_prefixes(
+                (one.fqn, one.name) for file in plan.files for one in file.elements
+            ),
             skipped=self.skipped,
             ties=self.ties,
+            extra_files=tuple(sorted(self.extra_files)),
             removed=tuple(self.removed),
             seconds=seconds,
         )

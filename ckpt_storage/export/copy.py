@@ -28,9 +28,15 @@ from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
+from ckpt_storage.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    PageCache,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+)
 from ckpt_storage.source.filemarks import listed
-from ckpt_storage.source.foreign import ForeignSource, StockSource
+from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
@@ -38,14 +44,25 @@ from ckpt_storage.store.deadline import Deadline
 
 from .folder import PlainFolder
 from .options import is_within, location_beside
-from .output import Copies, Found, Setting, Site, Taken, Task, place_within, run_together
+from .output import (
+    Copies,
+    Export,
+    ExportContext,
+    ExportSpec,
+    ResumeState,
+    SourceVersion,
+    WriteSummary,
+    place_within,
+)
 from .plan import OutFile, Stored
-from .write import Made
+from .run import run_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
+
+_COPY_PART_BYTES = 64 << 20
 
 _NAME_BYTES = 255
 """Longest name in a folder of common file systems."""
@@ -151,13 +168,13 @@ def copy(  # the public surface, all keyword-only
     """
     what = f"the copy of {redacted_url(src)}"
 
-    def job() -> Setting:
+    def job() -> ExportSpec:
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) or is_within(target, source):
             told = f"One of {source.url} and {target.url} lies inside the other, or is it."
             raise errors.InvalidInputError(told, next_step="Give a folder beside what is copied.")
-        return Setting(
+        return ExportSpec(
             source=source,
             target=target,
             timeouts=Timeouts.of(timeout),
@@ -174,7 +191,7 @@ def copy(  # the public surface, all keyword-only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ToCopy(Found):
+class _ToCopy(SourceVersion):
     """A checkpoint that is copied; `was_there`: the target's newest is it.
 
     Of one of ours `save_id` is that of the copy; `there` are the target's slots. Of another
@@ -189,42 +206,46 @@ class _ToCopy(Found):
     last: str = ""
 
 
-def _copying(site: Site, found: Found | None, tag: exports.IndexTag | None = None) -> _Copy:
-    """Return the task of a copy; `tag`: what the index says of an export beside a checkpoint."""
+def _copying(
+    context: ExportContext, found: SourceVersion | None, tag: exports.IndexTag | None = None
+) -> _Copy:
+    """Return the export of a copy; `tag`: what the index says of an export beside a checkpoint."""
     if found is None:
-        return _find(site, tag)
+        return _find(context, tag)
     assert isinstance(found, _ToCopy)  # noqa: S101  # as `_find` finds
     if found.record is not None:
-        return _CopyOfOurs(site, found)
-    return (_CopyOfFiles if found.was_there else _CopyOfOthers)(site, found)
+        return _CopyOfOurs(context, found)
+    return (_CopyOfFiles if found.was_there else _CopyOfOthers)(context, found)
 
 
-def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
+def _find(context: ExportContext, tag: exports.IndexTag | None) -> _Copy:
     """Look whose checkpoint it is; nothing may be missing of one of others."""
-    setting, head = site.setting, slotlog.read_log(site.source).head
-    if tag is None and place_within(site.source, site.target) is not None:
+    spec, head = context.spec, slotlog.read_log(context.source).head
+    if tag is None and place_within(context.source, context.target) is not None:
         raise errors.InvalidInputError(
-            f"{setting.target.url} is the same place as {setting.source.url}, or "
+            f"{spec.target.url} is the same place as {spec.source.url}, or "
             "lies inside it: what is written to the one is seen in the other.",
             next_step="Give a folder beside it.",
         )
     if head is not None:
-        publishing.check_newest(site.source, head)
-        there = cleaning.log_to_extend(site.target)
-        save_id = _name_at_target(site, head.save_id or "", there)
+        publishing.check_newest(context.source, head)
+        there = cleaning.log_to_extend(context.target)
+        save_id = _name_at_target(context, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id
         found = _ToCopy(record=head, save_id=save_id, was_there=was_there, there=there)
-        return _CopyOfOurs(site, found)
-    source = open_source(site.source, site.options)
+        return _CopyOfOurs(context, found)
+    source = open_source(context.source, context.options)
     if isinstance(source, CommittedSource):
         # Saved by us since the log was read.
-        return _find(site, tag)
-    objects = site.source.list("", unsafe_names="refuse")
+        return _find(context, tag)
+    objects = context.source.list("", unsafe_names="refuse")
     entries = {info.path: info for info in objects if _is_content(info.path)}
-    if setting.target.is_local:
-        _check_names(entries, setting.target.url)
+    if exports.GUARD_NAME in entries:
+        raise in_progress(spec.source.url)
+    if spec.target.is_local:
+        _check_names(entries, spec.target.url)
     _check_whole(source, {path: one.size_bytes for path, one in entries.items()})
-    crcs, was_there = _exported(site, tag) if tag else ({}, False)
+    crcs, was_there = _exported(context, tag) if tag else ({}, False)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
     if was_there:
         # It stays as it is, but nothing tells one content of what lies beside it from another.
@@ -233,15 +254,15 @@ def _find(site: Site, tag: exports.IndexTag | None) -> _Copy:
     files = {path: (e.size_bytes, e.modified_s, crcs.get(path)) for path, e in entries.items()}
     last = last if last in files else ""
     found = _ToCopy(format=source.format, files=files, was_there=was_there, last=last)
-    task = _copying(site, found)
-    task.watch = lambda: source.check_unchanged(site.source)
-    return task
+    export = _copying(context, found)
+    export.watch = lambda: source.check_unchanged(context.source)
+    return export
 
 
-def _name_at_target(site: Site, save_id: str, there: CommitLog) -> str:
+def _name_at_target(context: ExportContext, save_id: str, there: CommitLog) -> str:
     """Return the id that the copy has at the target."""
-    jobs = [partial(slotlog.read_slot, site.target, at + 1) for at in range(there.last_slot)]
-    records = filter(None, site.at_once("read slots", jobs))
+    jobs = [partial(slotlog.read_slot, context.target, at + 1) for at in range(there.last_slot)]
+    records = filter(None, context.at_once("read slots", jobs))
     named = {one for record in records for one in (*record.fenced, record.save_id)}
     head_id = there.head.save_id if there.head else None
     while save_id != head_id and save_id in named:
@@ -251,15 +272,18 @@ def _name_at_target(site: Site, save_id: str, there: CommitLog) -> str:
     return save_id
 
 
-def _exported(site: Site, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
+def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
     """Return the checksums of an export's files, and whether the target's index is the same."""
     path = exports.export_path(tag.fingerprint)
-    index = site.source.get(names.INDEX_NAME).data
-    data = site.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
+    index = context.source.get(names.INDEX_NAME).data
+    data = context.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
     record = exports.ExportRecord.decode(data, path)
     slotlog.check_document(index, record.index)
-    there = slotlog.read_if_there(site.target, names.INDEX_NAME)
-    return {one.path: one.crc32c for one in record.files}, bool(there and there.data == index)
+    there = slotlog.read_if_there(context.target, names.INDEX_NAME)
+    was_there = there is not None and there.data == index
+    # With a guard beside it, a copy was cut just before its end.
+    is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
+    return {one.path: one.crc32c for one in record.files}, is_whole
 
 
 def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile:
@@ -268,21 +292,29 @@ def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile
     return OutFile(name=name, segments=segments, crc32c=crc32c)
 
 
-class _Copy(Task[CopyReport]):
+class _Copy(Export[CopyReport]):
     """One copy on one rank."""
 
     found: _ToCopy
 
+    @property
+    def part_bytes(self) -> int:
+        """Longer parts where the storage copies by itself: each costs a request."""
+        limit_bytes = self.spec.memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES
+        # Memory for a few of them, in case the storage refuses to copy.
+        copied_bytes = min(_COPY_PART_BYTES, limit_bytes // 4) if self.context.can_copy else 0
+        return max(super().part_bytes, copied_bytes)
+
     def content(self) -> object:
         marks = sorted((path, *mark) for path, mark in self.found.files.items())
-        return [self.setting.source.url, self.save_id, marks]
+        return [self.spec.source.url, self.save_id, marks]
 
-    def report(self, made: Made, seconds: float) -> CopyReport:
-        found, setting, files = self.found, self.setting, self.plan.files
+    def report(self, made: WriteSummary, seconds: float) -> CopyReport:
+        found, spec, files = self.found, self.spec, self.plan.files
         kept, moved = [files[at].size_bytes for at in made.kept], made.moved
         return CopyReport(
-            source_url=setting.source.url,
-            url=setting.target.url,
+            source_url=spec.source.url,
+            url=spec.target.url,
             format=found.format,
             save_id=self.save_id,
             was_there=found.was_there,
@@ -298,18 +330,18 @@ class _Copy(Task[CopyReport]):
 class _CopyOfFiles(_Copy):
     """A copy of files; as it is, of what people put beside an export that was copied before."""
 
-    def open(self, found: Found) -> None:
+    def open(self, found: SourceVersion) -> None:
         del found
-        self.source = ForeignSource(store=self.site.source, format=self.found.format, tensors={})
+        self.source = ForeignSource(store=self.context.source, format=self.found.format, tensors={})
 
     def lay_out(self) -> list[OutFile]:
         files = sorted(self.found.files.items())
         return [_whole(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
-        self.site.target.make_folders(sorted(folders))
-        return Taken()
+        self.context.target.make_folders(sorted(folders))
+        return ResumeState()
 
 
 class _CopyOfOthers(PlainFolder[CopyReport], _CopyOfFiles):
@@ -321,7 +353,7 @@ class _CopyOfOthers(PlainFolder[CopyReport], _CopyOfFiles):
 
     def document(self) -> bytes:
         size_bytes = self.found.files[self.last][0]
-        data = self.site.source.get(self.last, max_bytes=size_bytes).data
+        data = self.context.source.get(self.last, max_bytes=size_bytes).data
         self.check_unchanged()
         if len(data) != size_bytes:
             what = f"{self.last} has {len(data)} bytes; {size_bytes} were listed."
@@ -345,31 +377,31 @@ class _CopyOfOurs(_Copy):
         files = [] if self.found.was_there else self.source.manifest.files
         return [_whole(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         """Begin, send the rank manifests, and see which files an earlier copy has sent."""
-        store, before, manifest = self.site.target, self.found.there, self.source.manifest
+        store, before, manifest = self.context.target, self.found.there, self.source.manifest
         assert before is not None  # noqa: S101  # the coordinator found it
         if self.found.was_there:
             self.record = before.head
-            return Taken()
+            return ResumeState()
         is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
-        ticket = attempt.begin(store, overwrite=self.setting.overwrite, save_id=self.save_id)
+        ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
         # The id was chosen by these slots: whoever names it since has given it up.
         previous = before.head.head if before.head else None
         self._ticket = replace(ticket, last_slot=before.last_slot, previous=previous)
         sends = [partial(self._send_rank, one) for one in manifest.ranks]
-        self._ranks = self.site.at_once("copy rank manifests", sends)
+        self._ranks = self.context.at_once("copy rank manifests", sends)
         if not is_resumed:
-            return Taken()
+            return ResumeState()
         # Its process is dead, or is ended by this: the later copy goes on.
         cleaning.abort_uploads(store, names.save_folder(self.save_id))
         named = {at: self._moved(one) for at, (one, _) in enumerate(manifest.files)}
-        return Taken(done=self.site.there(named))
+        return ResumeState(done=self.context.there(named))
 
-    def publish(self, made: Made) -> None:
+    def publish(self, made: WriteSummary) -> None:
         """Commit, and show it to stock readers; this is repeated for a copy that was cut there."""
         del made
-        store, ticket = self.site.target, self._ticket
+        store, ticket = self.context.target, self._ticket
         publish: Callable[[], bool] = partial(publishing.roll_forward, store, self.save_id)
         if ticket is not None:
             publish = self._commit(ticket)
@@ -400,14 +432,14 @@ class _CopyOfOurs(_Copy):
             new = replace(own, save_id=self.save_id, files=files, ranks=self._ranks, stock=stock)
             data = seal(new.to_body())
         self.record = attempt.commit(
-            self.site.target.bounded(Deadline("commit", self.setting.timeouts.commit)),
+            self.context.target.bounded(Deadline("commit", self.spec.timeouts.commit)),
             ticket,
             manifest=self._put(head.manifest, data),
             stock=stock,
             stock_entries=head.stock_entries,
             user=head.user,
         )
-        store = self.site.target
+        store = self.context.target
         return partial(publishing.publish_head, store, own=self.record, own_stock=stock_bytes)
 
     def _send_rank(self, one: FileRef) -> FileRef:
@@ -419,12 +451,12 @@ class _CopyOfOurs(_Copy):
     def _read(self, one: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
         """Return a document of the source, checked against what names it."""
         own_id = self.source.manifest.save_id
-        return read_document(self.site.source, one, save_id=own_id, most_bytes=most_bytes)
+        return read_document(self.context.source, one, save_id=own_id, most_bytes=most_bytes)
 
     def _put(self, one: FileRef, data: bytes) -> FileRef:
         """Put a document down under the copy's id."""
         path = self._renamed(one.path)
-        self.site.target.put(path, data)
+        self.context.target.put(path, data)
         return FileRef.of(path, data)
 
     def _moved(self, one: FileRef) -> FileRef:
@@ -433,14 +465,14 @@ class _CopyOfOurs(_Copy):
     def _renamed(self, path: str) -> str:
         return path.replace(self.source.manifest.save_id, self.save_id)
 
-    def report(self, made: Made, seconds: float) -> CopyReport:
+    def report(self, made: WriteSummary, seconds: float) -> CopyReport:
         """Copy the exports of this save, too; raises nothing: the copy is committed by now."""
         copied: dict[str, CopyReport] = {}
         left_out: list[str] = []
         failed: dict[str, str] = {}
         paths: list[str] = []
         try:
-            paths = [entry.path for entry in listed(self.site.source, "")]
+            paths = [entry.path for entry in listed(self.context.source, "")]
         except errors.CheckpointError as error:
             left_out, failed = ["."], {".": str(error)}
         for path in paths:
@@ -472,18 +504,18 @@ class _CopyOfOurs(_Copy):
 
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
-        setting = self.setting
-        index = slotlog.read_if_there(self.site.source, f"{folder}/{names.INDEX_NAME}")
+        spec = self.spec
+        index = slotlog.read_if_there(self.context.source, f"{folder}/{names.INDEX_NAME}")
         tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
-        source, target = setting.source.child(folder), setting.target.child(folder)
+        source, target = spec.source.child(folder), spec.target.child(folder)
         if target.is_local:
             # It becomes a root, of which its own store takes a link.
-            _check_below(target.path, setting.target.path)
-        inner = replace(setting, source=source, target=target, overwrite=False, progress=None)
-        what, task_of = f"the copy of {source.url}", partial(_copying, tag=tag)
-        return run_together(None, "copy", what, inner.timeouts, lambda: inner, task_of)
+            _check_below(target.path, spec.target.path)
+        inner = replace(spec, source=source, target=target, overwrite=False, progress=None)
+        what, make_export = f"the copy of {source.url}", partial(_copying, tag=tag)
+        return run_together(None, "copy", what, inner.timeouts, lambda: inner, make_export)
 
 
 def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:

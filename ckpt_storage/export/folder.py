@@ -6,11 +6,13 @@ finds out before it publishes. The invariants are I14, I15 and I17.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from ckpt_storage import errors
@@ -18,15 +20,22 @@ from ckpt_storage.commit.cleaning import abort_uploads
 from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH, NAMES_PATH, SINGLE_NAME, Sealed
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
+from ckpt_storage.format.exports import (
+    DOCUMENTS,
+    GUARD,
+    GUARD_NAME,
+    HOLDER_PATH,
+    NAMES_PATH,
+    SINGLE_NAME,
+    Sealed,
+)
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
 from ckpt_storage.source.filemarks import listed
 from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
-from .output import Found, R, Site, Taken, Task
-from .write import Made
+from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
 
 log = logging.getLogger("ckpt_storage")
 
@@ -39,29 +48,34 @@ _SUFFIX_DIGITS = 8
 _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 
 
-class Folder(Task[R]):
+class Folder(Export[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
     _run_id = ""
+
+    @property
+    def resumes_uploads(self) -> bool:
+        """Whether uploads of an earlier run are completed, and checked only then."""
+        return True
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
         record = replace(sealed, fingerprint=identity).encode()
-        self.site.target.replace(exports.weight_file_path(identity, number), record)
+        self.context.target.replace(exports.weight_file_path(identity, number), record)
 
-    def hold(self, earlier: exports.Holder | None) -> Taken:
+    def hold(self, earlier: exports.Holder | None) -> ResumeState:
         """Become the holder; end what uploads an earlier one left open, but of what it sealed.
 
         Returns what is sealed: of records, those with their file or an upload still open.
         """
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
         store.make_folders([DOCUMENTS, exports.records_folder(identity)])
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
-        if any(one.token for one in recorded.values()):
+        if self.resumes_uploads and any(one.token for one in recorded.values()):
             try:
                 open_uploads = store.open_uploads("")
             except errors.StorageError as error:
@@ -69,7 +83,7 @@ class Folder(Task[R]):
                     raise
                 # What lacks its name is made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.site.there({at: one.file for at, one in recorded.items()})
+        done = self.context.there({at: one.file for at, one in recorded.items()})
         is_open = {at for at, one in recorded.items() if (one.file.path, one.token) in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
         self._run_id = names.new_write_id()
@@ -78,7 +92,7 @@ class Folder(Task[R]):
         if earlier is not None:
             kept = {one.file.path for one in sealed.values()}
             abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
-        return Taken(done=done, sealed=sealed)
+        return ResumeState(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
         """Return whether an open upload to a path can only be one that an earlier run left."""
@@ -86,7 +100,7 @@ class Folder(Task[R]):
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        holder = _holder_of(self.site.target)
+        holder = _holder_of(self.context.target)
         if holder is None:
             raise self.overtaken("it was removed")
         if holder.run_id != self._run_id:
@@ -95,19 +109,19 @@ class Folder(Task[R]):
 
     def overtaken(self, how: str) -> errors.ConsolidationError:
         """Return the error for a run that is not the one whose output counts."""
-        url = self.setting.target.url
+        url = self.spec.target.url
         return errors.ConsolidationError(
             f"Another consolidation worked in {url} at the same time: {how}. This one published "
             "nothing.",
             path=url,
-            phase=self.site.deadline.phase,
+            phase=self.context.deadline.phase,
             next_step="Let one at a time write to a folder; run this one again if its output is "
             "the one that should count.",
         )
 
     def recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
 
         def decode(data: bytes, path: str) -> Sealed:
             found = Sealed.decode(data, path)
@@ -117,7 +131,7 @@ class Folder(Task[R]):
         paths = (one.path for one in listed(store, exports.records_folder(identity)))
         records = filter(exports.is_file_record, paths)
         reads = [partial(_trusted, store, path, decode) for path in records]
-        found = self.site.at_once("read records", reads)
+        found = self.context.at_once("read records", reads)
         return [one for one in found if one is not None and one.fingerprint == identity]
 
 
@@ -125,11 +139,11 @@ class PlainFolder(Folder[R]):
     """A folder of files of another format, of which readers must not take a part for the whole.
 
     What makes the files a checkpoint goes last. While a folder of safetensors is being filled, a
-    blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
+    guard lies in it (`GUARD`). At the end nothing of ours stays.
     """
 
-    def __init__(self, site: Site, found: Found | None = None) -> None:
-        super().__init__(site, found)
+    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
+        super().__init__(context, found)
         self.is_together = self.last != STOCK_METADATA
         self._left: set[str] = set()
 
@@ -142,17 +156,22 @@ class PlainFolder(Folder[R]):
         """Return the bytes of the last file."""
         return b""
 
+    @property
+    def _is_guarded(self) -> bool:
+        """Whether weight files are written, of which readers take what they find."""
+        return any(map(_is_weight, self._names))
+
     @cached_property
     def _names(self) -> set[str]:
         return {*(file.name for file in self.plan.files), self.last} - {""}
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
 
         What another run left that died may always be replaced; a complete checkpoint, or a file of
         one of the names, only if that is to be overwritten.
         """
-        store, is_indexed = self.site.target, self.last != STOCK_METADATA
+        store, is_indexed = self.context.target, self._is_guarded
         if read_log(store).last is not None:
             raise errors.InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -163,8 +182,6 @@ class PlainFolder(Folder[R]):
         earlier = _holder_of(store)
         is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
         here = set(_below(store, ""))
-        index = read_if_there(store, INDEX_NAME) if INDEX_NAME in here else None
-        is_hidden = index is not None and index.data == BLOCKER
         # An index says which files count; without one all of them do.
         mixes = exports.is_weight_file if self.last else _is_weight
         in_the_way = here & self._names
@@ -172,25 +189,25 @@ class PlainFolder(Folder[R]):
             in_the_way |= {path for path in here if path == INDEX_NAME or mixes(path)}
         # Readers take what would be replaced here for a checkpoint.
         is_whole = STOCK_METADATA in here or (
-            is_indexed and not is_hidden and (index is not None or any(map(_is_weight, here)))
+            is_indexed
+            and GUARD_NAME not in here
+            and (INDEX_NAME in here or any(map(_is_weight, here)))
         )
         is_remains = not is_whole and is_there(store, HOLDER_PATH)
-        # A blocker alone: cut between hiding the folder and writing the note.
-        free = {INDEX_NAME} if is_hidden else set()
-        blocking = sorted((in_the_way | here & {STOCK_METADATA}) - free)
-        if blocking and not (is_resumed or is_remains or self.setting.overwrite):
+        blocking = sorted(in_the_way | here & {STOCK_METADATA})
+        if blocking and not (is_resumed or is_remains or self.spec.overwrite):
             what = f"{store.url} holds {blocking[0]}."
             step = "Give another folder, or pass overwrite=True to replace what is there."
             raise errors.CheckpointExistsError(what, path=store.url, phase="plan", next_step=step)
         store.make_folders([])
         if STOCK_METADATA in here:
             store.delete([STOCK_METADATA])
-        if is_indexed and any(map(_is_weight, here | self._names)):
-            store.replace(INDEX_NAME, BLOCKER)
+        if is_indexed:
+            store.replace(GUARD_NAME, GUARD)
         if not is_resumed:
-            old = in_the_way - {INDEX_NAME}
-            if is_remains and not is_indexed:
-                # Shards of work that died: without its `.metadata` nobody can tell what is in them.
+            old = set(in_the_way)
+            if STOCK_METADATA in here or (is_remains and not is_indexed):
+                # Without their `.metadata` nobody can tell what is in shards.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
             for path in filter(exports.is_file_record, here):
@@ -206,58 +223,93 @@ class PlainFolder(Folder[R]):
         is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._left
         return is_own or super().may_end(path)
 
-    def publish(self, made: Made) -> None:
-        """Put the file that shows all others, or take the index away that hid them."""
+    def publish(self, made: WriteSummary) -> None:
+        """Put the file that shows all others, and remove the guard."""
         del made
         self.check_held()
         if self.last:
-            self.site.target.replace(self.last, self.document())
-        else:
-            self.site.target.delete([INDEX_NAME])
+            self.context.target.replace(self.last, self.document())
+        if self._is_guarded:
+            self.context.target.delete([GUARD_NAME])
         # Whatever lies here now is a checkpoint like any other.
-        self.site.target.delete_folder(exports.records_folder(self.plan.identity))
-        self.site.target.delete([HOLDER_PATH])
-        if not listed(self.site.target, DOCUMENTS):
-            self.site.target.delete_folder(DOCUMENTS)
+        self.context.target.delete_folder(exports.records_folder(self.plan.identity))
+        self.context.target.delete([HOLDER_PATH])
+        if not listed(self.context.target, DOCUMENTS):
+            self.context.target.delete_folder(DOCUMENTS)
 
 
 class ExportFolder(Folder[R]):
-    """The folder of an export of ours: an earlier one stays readable until the index is put."""
+    """The folder of an export of ours: an earlier one counts until the index is replaced.
+
+    Whatever cuts the export, and however slow a reader is, it gets all of one export or fails:
+
+    1. A guard is put, unless one file replaces the only one.
+    2. Of several files: an earlier `model.safetensors`, which some readers prefer, is deleted.
+    3. The new files get their names; of a storage that shows files early, the guard comes before.
+    4. The record of the export and the index are put.
+    5. Files of earlier exports are deleted, and last the guard. A failure to do so is raised.
+
+    A name of one of several files stands for one content, ever. A run that is called after a cut
+    goes on from any of these steps.
+    """
 
     is_together = True
     ties: Mapping[str, str]
+    extra_files: Mapping[str, bytes] = MappingProxyType({})
+    """What lies beside the weights, by name; only on the coordinator."""
+
     removed: Sequence[str] = ()
     _index: Content | None = None
+    _before: frozenset[str] = frozenset()
 
-    def take(self) -> Taken:
+    @property
+    def resumes_uploads(self) -> bool:
+        """Not one that replaces a file that readers know by its name."""
+        return len(self._own) > 1
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset(file.name for file in self.plan.files)
+
+    @property
+    def _needs_guard(self) -> bool:
+        """Whether readers could mix files, or take some for all, while they are replaced."""
+        mixes = self._before != self._own if len(self._own) > 1 else self._before - self._own
+        return self._index is None or bool(mixes)
+
+    def take(self) -> ResumeState:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
-        store, identity = self.site.target, self.plan.identity
+        store, identity = self.context.target, self.plan.identity
         self._index = read_if_there(store, INDEX_NAME)
-        if not is_there(store, NAMES_PATH):
-            self._claim_names()
+        here = {entry.path for entry in listed(store, "")}
+        is_first = not is_there(store, NAMES_PATH)
+        if is_first:
+            self._claim_names(here)
         # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
         owner = _trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
         suffix = "" if is_mine else identity[:_SUFFIX_DIGITS]
         self.rename(suffix)
+        self._before = frozenset(
+            path for path in here if path == GUARD_NAME or exports.is_weight_file(path)
+        )
+        if self._needs_guard and not is_first:
+            self._check_may_delete()
         taken = self.hold(_holder_of(store))
-        if self._index is None:
-            # Else readers would take the first files of a run that died for the whole.
-            self._put_index(BLOCKER)
-            self._index = read_if_there(store, INDEX_NAME)
+        able = store.capabilities
+        shows_early = not (able.tokens_travel and able.lists_uploads)
+        if self._needs_guard and (self._index is None or shows_early):
+            store.replace(GUARD_NAME, GUARD)
         return replace(taken, name=suffix)
 
     def rename(self, name: str) -> None:
         """Give the files a suffix."""
         self.plan = replace(self.plan, files=with_suffix(self.plan.files, name))
 
-    def _claim_names(self) -> None:
+    def _claim_names(self, here: Collection[str]) -> None:
         """Give names without a suffix to this content, unless another one is faster."""
-        store = self.site.target
-        here = [entry.path for entry in listed(store, "")]
-        foreign = sorted(
-            name for name in here if exports.is_weight_file(name) or name == INDEX_NAME
-        )
+        store = self.context.target
+        foreign = sorted(name for name in here if _is_weight(name) or name == INDEX_NAME)
         if foreign:
             raise errors.CheckpointExistsError(
                 f"{store.url} holds weight files that ckpt_storage did not export ({foreign[0]}).",
@@ -265,6 +317,7 @@ class ExportFolder(Folder[R]):
                 phase="plan",
                 next_step="Give an output folder of its own, or move those files away.",
             )
+        self._check_may_delete()
         store.make_folders([DOCUMENTS])
         data = exports.Names(fingerprint=self.plan.identity, stamp=stamp()).encode()
         try:
@@ -275,45 +328,78 @@ class ExportFolder(Folder[R]):
             elif error.kind != "exists" and not is_there(store, NAMES_PATH):
                 raise
 
+    def _check_may_delete(self) -> None:
+        """Raise `StorageError` if the storage refuses to delete a probe; nothing is changed."""
+        store, path = self.context.target, names.probe_path()
+        store.make_folders([])
+        store.put(path, b"May this be deleted?")
+        try:
+            store.delete([path])
+        except errors.StorageError as error:
+            if error.kind not in {"permission", "unsupported"}:
+                raise
+            raise errors.StorageError(
+                f"Nothing may be deleted in {store.url}, so an export cannot replace files there: "
+                f"{error}",
+                kind=error.kind,
+                path=store.url,
+                next_step="Grant the right to delete below the output, or export elsewhere.",
+            ) from error
+
     def recorded(self) -> list[Sealed]:
         """Return also the files of a complete export of this content."""
         identity = self.plan.identity
         path = exports.export_path(identity)
-        record = _trusted(self.site.target, path, exports.ExportRecord.decode)
+        record = _trusted(self.context.target, path, exports.ExportRecord.decode)
         files = record.files if record and record.fingerprint == identity else ()
         return [*(Sealed(file=file) for file in files), *super().recorded()]
 
-    def publish(self, made: Made) -> None:
+    def prepare_names(self) -> None:
+        """Put the guard; of several files, delete the file that some readers would prefer."""
+        store = self.context.target
+        if not self._needs_guard:
+            return
+        store.replace(GUARD_NAME, GUARD)
+        if SINGLE_NAME in self._before - self._own:
+            try:
+                store.delete([SINGLE_NAME])
+            except errors.StorageError:
+                if GUARD_NAME not in self._before:
+                    # The earlier export is whole.
+                    with contextlib.suppress(errors.CheckpointError):
+                        store.delete([GUARD_NAME])
+                raise
+
+    def publish(self, made: WriteSummary) -> None:
         """Record the export and put the index; then delete what that superseded."""
-        plan, store = self.plan, self.site.target
+        plan, store = self.plan, self.context.target
         self.check_held()
         index = index_document(plan.files, save_id=self.save_id, fingerprint=plan.identity)
         record = exports.ExportRecord(
             fingerprint=plan.identity,
             save_id=self.save_id,
             source_format=self.source.format,
-            source=self.setting.source.url,
+            source=self.spec.source.url,
             files=[made.files[at] for at in range(len(plan.files))],
             index=FileRef.of(INDEX_NAME, index),
             ties=self.ties,
             stamp={**stamp(), "world_size": plan.world_size},
         )
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self.extra_files} - {""}))
+        for name, data in self.extra_files.items():
+            store.replace(name, data)
         store.replace(exports.export_path(plan.identity), record.encode())
         if self._index is None or self._index.data != index:
             self._put_index(index)
-        try:
-            self.collect()
-        except errors.StorageError as error:
-            # The export counts; what is left over, the next consolidation finds.
-            log.warning("Clearing up after the export to %s failed: %s", store.url, error)
+        self.collect()
 
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         try:
-            self.site.target.replace_seen(INDEX_NAME, index, self._index)
+            self.context.target.replace_seen(INDEX_NAME, index, self._index)
         except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(self.site.target, INDEX_NAME)
+            now = read_if_there(self.context.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
@@ -321,12 +407,11 @@ class ExportFolder(Folder[R]):
             raise
 
     def collect(self) -> None:
-        """Delete what the new index superseded; the next consolidation goes on with that.
+        """Delete what the new index superseded, and the guard.
 
         But nothing once another one has taken the folder: what is old to this one may count by now.
         """
-        store, mine = self.site.target, exports.records_folder(self.plan.identity)
-        kept = {file.name for file in self.plan.files}
+        store = self.context.target
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
         # Whoever takes over says so before it writes, so what was listed before is not its own.
@@ -335,15 +420,37 @@ class ExportFolder(Folder[R]):
         except errors.ConsolidationError:
             log.info("%s: clearing up is left to the consolidation that runs there", store.url)
             return
-        old = sorted(name for name in here if exports.is_weight_file(name) and name not in kept)
-        # Libraries that prefer it to an index see the new export from here on.
-        old.sort(key=lambda name: name != SINGLE_NAME)
-        store.delete([*old, *(name for name in here if name.startswith(names.PROBE_PREFIX))])
+        old = sorted(
+            name for name in here if exports.is_weight_file(name) and name not in self._own
+        )
+        try:
+            store.delete(old)
+            if self._needs_guard:
+                store.delete([GUARD_NAME])
+        except errors.StorageError as error:
+            raise errors.ConsolidationError(
+                f"The export to {store.url} is complete, but weight files of an earlier one could "
+                f"not be deleted: {error}",
+                path=store.url,
+                phase=self.context.deadline.phase,
+                next_step="Call it again. Until then readers that load every *.safetensors of the "
+                "folder refuse it.",
+            ) from error
+        self.removed = sorted({*old, *self._before} - self._own - {GUARD_NAME})
+        try:
+            self._delete_documents(here, documents)
+        except errors.StorageError as error:
+            # The export counts; what is left over, the next consolidation finds.
+            log.warning("Clearing up after the export to %s failed: %s", store.url, error)
+
+    def _delete_documents(self, here: Sequence[str], documents: Sequence[str]) -> None:
+        """Delete records that nobody needs any more, and probes of runs that died."""
+        store, own = self.context.target, exports.records_folder(self.plan.identity)
+        store.delete([name for name in here if name.startswith(names.PROBE_PREFIX)])
         for folder in filter(_RECORDS.fullmatch, documents):
-            if folder != f"{mine}/":
+            if folder != f"{own}/":
                 store.delete_folder(folder)
-        store.delete([one.path for one in listed(store, mine) if exports.is_file_record(one.path)])
-        self.removed = sorted(old)
+        store.delete([one.path for one in listed(store, own) if exports.is_file_record(one.path)])
 
 
 def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
@@ -362,11 +469,17 @@ def _holder_of(store: Store, folder: str = "") -> exports.Holder | None:
 
 
 def _is_weight(path: str) -> bool:
-    return "/" not in path and path.endswith(".safetensors")
+    return "/" not in path and path.endswith(".safetensors") and path != GUARD_NAME
 
 
 def _is_shard(path: str) -> bool:
     return "/" not in path and path.startswith("__") and path.endswith(".distcp")
+
+
+def find_exports(store: Store) -> list[str]:
+    """Return the folders of exports directly below the root of `store`."""
+    folders = [entry.path[:-1] for entry in listed(store) if entry.path.endswith("/")]
+    return [folder for folder in folders if is_there(store, f"{folder}/{NAMES_PATH}")]
 
 
 def remove_exports(store: Store) -> list[str]:
@@ -399,11 +512,14 @@ def _remove(store: Store, folder: str) -> list[str]:
     paths = _below(store, folder)
     weights = {path for path in paths if exports.is_weight_file(path)}
     documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
+    guard = {GUARD_NAME} if weights or GUARD_NAME in paths else set()
+    if guard:
+        # Readers must not take files that are still there for all.
+        store.replace(f"{folder}/{GUARD_NAME}", GUARD)
     for step in (
         {INDEX_NAME}.intersection(paths),
-        # Some libraries prefer it to an index, and to the other files.
-        weights & {SINGLE_NAME},
-        weights - {SINGLE_NAME},
+        weights,
+        guard,
         documents - {NAMES_PATH, HOLDER_PATH},
         # Then this removal is forgotten, too.
         {NAMES_PATH, HOLDER_PATH},
@@ -414,7 +530,11 @@ def _remove(store: Store, folder: str) -> list[str]:
                 log.info("%s: another consolidation works in %s; it stays", store.url, folder)
                 return []
             store.delete([f"{folder}/{path}" for path in sorted(step)])
-    left = [f"{folder}/{path}" for path in paths if path not in {INDEX_NAME, *weights, *documents}]
+    left = [
+        f"{folder}/{path}"
+        for path in paths
+        if path not in {INDEX_NAME, *guard, *weights, *documents}
+    ]
     # Where folders are more than a prefix.
     for empty in (folder, f"{folder}/{DOCUMENTS}"):
         is_used = any(path.startswith(f"{empty}/") for path in (*left, *others))

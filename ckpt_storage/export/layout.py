@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.exports import SINGLE_NAME
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
@@ -28,9 +29,10 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Source
 
 from .options import ConsolidateOptions
+from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
 from .select import Selected, Skipped, choose_model
-from .write import Made, Span, joined
+from .write import joined
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -83,13 +85,16 @@ def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) ->
 
 
 def with_suffix(files: Sequence[OutFile], suffix: str) -> Files:
-    """Return weight files as Hugging Face names them; those of a re-export have a suffix."""
+    """Return weight files as Hugging Face names them; several of a re-export have a suffix.
+
+    A single file has no suffix: libraries that look for `model.safetensors` would pass over it.
+    """
     count, tail = len(files), f"-{suffix}" if suffix else ""
     names = [
         f"model-{number:05d}-of-{count:05d}{tail}.safetensors" for number in range(1, count + 1)
     ]
-    if count == 1 and not suffix:
-        names = ["model.safetensors"]
+    if count == 1:
+        names = [SINGLE_NAME]
     return tuple(replace(file, name=name) for file, name in zip(files, names, strict=True))
 
 
@@ -224,7 +229,7 @@ def lay_out_shards(
 
 
 def rank_manifest(
-    files: Files, shards: Shards, made: Made, save_id: str, ties: Mapping[str, str]
+    files: Files, shards: Shards, made: WriteSummary, save_id: str, ties: Mapping[str, str]
 ) -> RankManifest:
     """Return what describes files of ours that were made, as of one rank."""
     described = []

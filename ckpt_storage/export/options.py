@@ -19,6 +19,9 @@ from ckpt_storage.store import Location, endpoint_of
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
 
+ExtraFiles = str | os.PathLike[str] | Collection[str | os.PathLike[str]] | Mapping[str, Any]
+"""Paths or URLs of files, or a mapping from the name in the export to a path, a URL or bytes."""
+
 DEFAULT_MAX_FILE_BYTES = "5GB"
 """What `save_pretrained` of Hugging Face's libraries takes unless told otherwise."""
 
@@ -30,11 +33,13 @@ CASTABLE = ("bfloat16", "float16", "float32", "float64")
 WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
-    "dtype": f"one of {', '.join(CASTABLE)}. To quantise, use a tool that writes the scales too",
+    "dtype": f"one of {', '.join(CASTABLE)}, or a mapping from patterns to these. To quantise, use "
+    "a tool that writes the scales too",
     "rename": RENAME_WANTED,
     "include": "FQNs, glob patterns, or a function of each",
     "exclude": "FQNs, glob patterns, or a function of each",
     "tied": '"drop", "keep", or a mapping from alias to target',
+    "extra_files": "paths or URLs of files, or a mapping from names to these or to bytes",
 }
 """What each option has to be that says what comes out."""
 
@@ -52,11 +57,13 @@ class ConsolidateOptions:
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
         FQNs. Every tensor that goes out needs one.
-    dtype: what to cast to, as a `torch.dtype` or its name. Only tensors of float64, float32,
-        float16 and bfloat16 are cast, and only to these; all others go out as they are.
+    dtype: what to cast to, as a `torch.dtype` or its name; or a mapping to these from FQNs, names
+        in the weight files and glob patterns, such as `{"*.router.*": "float32", "*": "bfloat16"}`,
+        of which the first that matches counts. Only tensors of float64, float32, float16 and
+        bfloat16 are cast, and only to these; all others go out as they are.
     rename: names in the weight files. A mapping from FQN to name leaves the tensors that it does
-        not list their default name. A function gets every FQN, and its answer is the name; it must
-        answer alike on all ranks.
+        not list their default name: their own, without `module.` and `_orig_mod.` of wrappers.
+        A function gets every FQN, and its answer is the name; it must answer alike on all ranks.
     include: which tensors go out, instead of the default choice: the model's.
     exclude: which of them do not. Both take FQNs and glob patterns (`*`, which matches dots too,
         `?`, `[...]`, letter case counts), one or a collection of them, or a function that gets
@@ -64,6 +71,10 @@ class ConsolidateOptions:
     tied: what happens to aliases of recorded ties: "drop" leaves them out, because `transformers`
         ties them again; "keep" writes their bytes once more. A mapping from alias to target (FQNs,
         the model's key may be left off) is "drop" with more ties than were recorded.
+    extra_files: files to write beside the weights, such as config.json and those of a tokenizer:
+        paths or URLs, or a mapping from the name in the export to a path, a URL or bytes. The first
+        rank reads them. They are replaced before the index is. Entries `files.<name>` of the
+        checkpoint, tensors of uint8, are written without asking, unless `exclude` names them.
     memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
         or this rank's share of the node's (`docs/performance.md`).
     page_cache: "drop" lets the kernel keep no copy of weight files that are on a local disk, "keep"
@@ -80,6 +91,7 @@ class ConsolidateOptions:
     include: Selection | None = None
     exclude: Selection | None = None
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
+    extra_files: ExtraFiles | None = None
     memory_limit_bytes: int | None = None
     page_cache: PageCache | None = None
     output: str | os.PathLike[str] | None = None
@@ -91,11 +103,12 @@ class ConsolidateOptions:
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
             "fqn_to_index_mapping": index is None
             or (bool(index) and _maps(index, int) and min(index.values()) > 0),
-            "dtype": self.cast_to in {None, *CASTABLE},
+            "dtype": all(dtype in CASTABLE for dtype in self.casts.values()),
             "rename": is_rename(self.rename),
             "include": _is_selection(self.include),
             "exclude": _is_selection(self.exclude),
             "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),
+            "extra_files": _are_files(self.extra_files),
         }
         for option, wanted in WANTED.items():
             if not is_good[option]:
@@ -114,10 +127,12 @@ class ConsolidateOptions:
         return parse_bytes(self.max_file_bytes, option="max_file_bytes")
 
     @property
-    def cast_to(self) -> str | None:
-        """`dtype` as a name of `format.names`; None: nothing is cast."""
+    def casts(self) -> dict[str, str]:
+        """`dtype` as names of `format.names` by pattern; empty: nothing is cast."""
+        wanted = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
         # Without importing torch: a dtype prints as "torch.bfloat16".
-        return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        named = {str(key): str(one).removeprefix("torch.") for key, one in wanted.items()}
+        return {} if self.dtype is None else named
 
 
 def check_memory_limit(limit: object) -> None:
@@ -147,6 +162,16 @@ def _is_selection(value: object) -> bool:
         value is None
         or callable(value)
         or (isinstance(value, Collection) and all(isinstance(entry, str) for entry in value))
+    )
+
+
+def _are_files(value: object) -> bool:
+    if isinstance(value, Mapping):
+        is_content = all(isinstance(one, str | os.PathLike | bytes) for one in value.values())
+        return is_content and all(isinstance(name, str) for name in value)
+    is_path = value is None or isinstance(value, str | os.PathLike)
+    return is_path or (
+        isinstance(value, Collection) and all(isinstance(one, str | os.PathLike) for one in value)
     )
 
 

@@ -1,22 +1,18 @@
-"""From where to where an output is made, the `Task` of a front door, and the steps of all ranks."""
+"""What an export is made from, where it goes, what is done of it, and what one front door adds."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import socket
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.slotlog import is_there, stat_if_there
-from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
-from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
+from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
@@ -34,21 +30,17 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import listed, told_from_damage
+from ckpt_storage.source.filemarks import listed
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.source.opening import open_newest, open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
-from ckpt_storage.store.deadline import NEVER_S, Deadline, stalling_deadline
+from ckpt_storage.store.backend import Part as UploadPart
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import some_at_once
 
-from .plan import OutFile, Plan, plan
-from .write import Made, Work
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from .plan import OutFile, Plan
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -63,7 +55,7 @@ _THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ExportSpec:
     """From where to where an output is made, and how; the same on all ranks."""
 
     source: Location
@@ -95,17 +87,17 @@ class Setting:
         }
 
 
-class Site:
+class ExportContext:
     """Both storages of an output on one rank, bounded by the phase that is under way."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        opened = partial(open_store, timeouts=setting.timeouts, retry=setting.retry)
-        self._plain_source = opened(setting.source)
-        self._plain_target = opened(setting.target, page_cache=setting.page_cache)
-        stores, limit_bytes = (self._plain_source, self._plain_target), setting.memory_limit_bytes
+    def __init__(self, spec: ExportSpec) -> None:
+        self.spec = spec
+        opened = partial(open_store, timeouts=spec.timeouts, retry=spec.retry)
+        self._plain_source = opened(spec.source)
+        self._plain_target = opened(spec.target, page_cache=spec.page_cache)
+        stores, limit_bytes = (self._plain_source, self._plain_target), spec.memory_limit_bytes
         is_remote = any(store.capabilities.is_remote for store in stores)
-        threads = setting.thread_count or (REMOTE_THREADS if is_remote else _LEAST_THREADS)
+        threads = spec.thread_count or (REMOTE_THREADS if is_remote else _LEAST_THREADS)
         threads = _LEAST_THREADS if threads == 1 else threads
         # A part in flight takes up to three times its bytes: read, put together, joined by a
         # client. All ranks plan alike, on nodes with more of them and with fewer.
@@ -135,6 +127,12 @@ class Site:
         found = zip(files.items(), self.at_once("look for files", looks), strict=True)
         return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
 
+    @cached_property
+    def can_copy(self) -> bool:
+        """Whether the target's storage copies parts of the source's files by itself."""
+        is_able = self.spec.copies == "auto" and self.target.capabilities.tokens_travel
+        return is_able and self.target.can_copy_from(self.source)
+
     def close(self) -> None:
         """Close all stores."""
         self._plain_source.close()
@@ -142,7 +140,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SourceVersion:
     """What the coordinator opened: by its record if it is of ours.
 
     Else `state` (JSON) stands for the content; of files without a time it is another one each time.
@@ -153,7 +151,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class ResumeState:
     """What the coordinator found in a place that it took; `name` is what the files are named by.
 
     By position: `done` are files that bear their names, `sealed` those that only lack them.
@@ -164,13 +162,50 @@ class Taken:
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
 
 
-class Task(abc.ABC, Generic[R]):
-    """What one front door makes on one rank: what is read, which files come of it, and where to.
+Span = tuple[int, int, int]
+"""Where bytes of a file begin, how many there are, and their CRC-32C."""
 
-    Made without `found`, on the coordinator, it looks for the checkpoint; others open that. Only
-    the coordinator calls `check_unchanged` and what comes after `content`, but for `rename` and
-    `seal`. The work tells `on_bytes`; `publish` writes `stream_bytes`. With `is_together` files get
-    their names at the end, where that works.
+
+@dataclass(slots=True)
+class Result:
+    """What one rank did. All mappings but `moved` are by position of the file.
+
+    Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
+    are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
+    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
+    """
+
+    spans: dict[int, list[Span]] = field(default_factory=dict)
+    moved: Counter[str] = field(default_factory=Counter)
+    receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSummary:
+    """What came of a plan, by position and by rank; only the coordinator has all of it.
+
+    `kept` are the files that an earlier run had completed, and that were sound.
+    """
+
+    files: Mapping[int, FileRef]
+    results: Sequence[Result]
+    kept: frozenset[int]
+
+    @property
+    def moved(self) -> dict[str, Any]:
+        """What all ranks moved, as reports name it."""
+        names = "read_bytes", "sent_bytes", "copied_bytes"
+        return {name: sum(one.moved[name] for one in self.results) for name in names}
+
+
+class Export(abc.ABC, Generic[R]):
+    """One export on one rank: what is read, which files are made of it, and where they go.
+
+    The coordinator makes it without `found`, and looks for the checkpoint; the others open what it
+    found. Only the coordinator calls `check_unchanged` and what follows `content`, but for `rename`
+    and `seal`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`. With
+    `is_together` files get their names at the end, where that works.
     """
 
     is_together: bool = False
@@ -179,8 +214,8 @@ class Task(abc.ABC, Generic[R]):
     on_bytes: Callable[[int], None]
     stream_bytes = 0
 
-    def __init__(self, site: Site, found: Found | None = None) -> None:
-        self.site, self.setting = site, site.setting
+    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
+        self.context, self.spec = context, context.spec
         self.watch: Callable[[], None] | None = None
         if found is None:
             self.found = self.find()
@@ -189,28 +224,33 @@ class Task(abc.ABC, Generic[R]):
             self.open(found)
 
     @property
+    def part_bytes(self) -> int:
+        """About how long the parts of files are; the same on all ranks."""
+        return self.context.options.part_bytes
+
+    @property
     def save_id(self) -> str | None:
         """The save that is read."""
         return self.source.save_id
 
-    def find(self) -> Found:
+    def find(self) -> SourceVersion:
         """Open the newest checkpoint; return what the others open it by."""
-        site = self.site
-        self.source = source = open_newest(site.source, site.options)
+        context = self.context
+        self.source = source = open_newest(context.source, context.options)
         if isinstance(source, CommittedSource):
-            return Found(record=source.record)
+            return SourceVersion(record=source.record)
         # An output may lie below the source, and be another one by now.
         own = {*source.paths, STOCK_METADATA, INDEX_NAME}
         marks = {path: mark for path, mark in source.marks.of.items() if path in own}
         source.marks = replace(source.marks, of=marks)
-        self.watch = lambda: source.check_unchanged(site.source)
+        self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
         is_told = all(time_s is not None for _, time_s in marks.values())
-        return Found(state=sorted(marks.items()) if is_told else new_write_id())
+        return SourceVersion(state=sorted(marks.items()) if is_told else new_write_id())
 
-    def open(self, found: Found) -> None:
+    def open(self, found: SourceVersion) -> None:
         """Open what the coordinator found, even if it is not the newest any more."""
-        store, options, record = self.site.source, self.site.options, found.record
+        store, options, record = self.context.source, self.context.options, found.record
         if record is None:
             self.source = open_source(store, options)
         else:
@@ -229,9 +269,9 @@ class Task(abc.ABC, Generic[R]):
     def content(self) -> object:
         """Return what stands for the content of the files (JSON)."""
 
-    def take(self) -> Taken:
+    def take(self) -> ResumeState:
         """Make the place this run's, and say what of the work is done; nothing is shown yet."""
-        return Taken()
+        return ResumeState()
 
     def rename(self, name: str) -> None:
         """Give the files the names that `take` chose."""
@@ -242,14 +282,17 @@ class Task(abc.ABC, Generic[R]):
     def check_held(self) -> None:
         """Raise if another run took the place over."""
 
-    def publish(self, made: Made) -> None:
+    def prepare_names(self) -> None:
+        """Make the place ready for files that get their names now."""
+
+    def publish(self, made: WriteSummary) -> None:
         """Make the files count, by one last write; all of them bear their names."""
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what nobody could go on with."""
 
     @abc.abstractmethod
-    def report(self, made: Made, seconds: float) -> R:
+    def report(self, made: WriteSummary, seconds: float) -> R:
         """Say what was made, once it is published."""
 
 
@@ -293,154 +336,3 @@ def place_within(source: Store, target: Store) -> str | None:
         if error.kind not in refused:
             raise
         return None
-
-
-Tasks = Callable[[Site, Found | None], Task[R]]
-"""Makes the task of a rank, as its constructor does."""
-
-
-def run(operation: Operation, setting: Setting, task_of: Tasks[R]) -> R:
-    """Make one output; all ranks call it within one operation, after they have met.
-
-    On return it is published. After an error what was there before counts, or, if it happened at
-    the last write, this output.
-    """
-
-    def begin(phase: Phase, total_bytes: int = 0) -> None:
-        if phase != "write":
-            site.begin(operation.phase(phase, total_bytes=total_bytes))
-            return
-        # As long as bytes move.
-        operation.phase(phase, NEVER_S, total_bytes=total_bytes)
-        limit_s, what = setting.timeouts.write, operation.what
-        site.begin(stalling_deadline(phase, limit_s, what, beside=operation))
-
-    start_s = time.monotonic()
-    site = Site(setting)
-    try:
-        begin(setting.first_phase(is_alone=operation.world_size == 1))
-        with site.deadline.governs(operation.what):
-            task, taken = _agree(operation, site, task_of)
-        own_bytes = sum(region.size_bytes for region in task.plan.regions_of(operation.rank))
-        begin(setting.phase, own_bytes)
-        task.source.store = site.source
-        with site.deadline.governs(operation.what):
-            made = _made(operation, task, taken, own_bytes)
-            report = None
-            if operation.is_coordinator:
-                report = task.report(made, time.monotonic() - start_s)
-            # On others it is None until the coordinator's has come.
-            return cast("R", operation.broadcast(report))
-    finally:
-        site.close()
-
-
-def _made(operation: Operation, task: Task[R], taken: Taken, own_bytes: int) -> Made:
-    """Make the files, and publish them on the coordinator."""
-    own_bytes += task.stream_bytes if operation.is_coordinator else 0
-    try:
-        with (
-            reporting(
-                task.setting.progress if own_bytes else None,
-                phase=task.setting.phase,
-                rank=operation.rank,
-                total_bytes=own_bytes,
-                save_id=task.save_id,
-                with_bar=operation.is_coordinator,
-            ) as task.on_bytes,
-            told_from_damage(task.check_unchanged),
-        ):
-            made = Work(operation, task, taken).make()
-            if operation.is_coordinator:
-                task.publish(made)
-            return made
-    except BaseException as error:
-        if operation.is_coordinator:
-            task.give_up(error)
-        raise
-
-
-def _agree(operation: Operation, site: Site, task_of: Tasks[R]) -> tuple[Task[R], Taken]:
-    """Return the task, with a plan that is the same on all ranks, and what was taken of it."""
-    is_first, probe, digest, taken = operation.is_coordinator, "", "", Taken()
-    task: Task[R] | None = None
-    with contextlib.ExitStack() as stack:
-        if is_first:
-            task = task_of(site, None)
-            # Storages that every process reaches by the same requests need no look.
-            able = site.target.capabilities
-            if operation.world_size > 1 and not (able.is_remote and able.shared):
-                probe = stack.enter_context(probed(site.target))
-        found, probe = operation.broadcast((task.found if task else None, probe))
-        if sees := not probe or is_there(site.target, probe):
-            task = task or task_of(site, found)
-            task.plan = plan(
-                task.lay_out(),
-                world_size=operation.world_size,
-                able=site.target.capabilities,
-                part_bytes=site.options.part_bytes,
-                source=task.content(),
-            )
-            digest = task.plan.digest
-        came = operation.gather((socket.gethostname(), sees, digest))
-    if is_first and task:
-        _check_alike(came, site.setting)
-        taken = task.take()
-    taken = operation.broadcast(taken)
-    assert task is not None  # noqa: S101  # else the coordinator has raised for all
-    task.rename(taken.name)
-    task.plan = task.plan.leaving(taken.done, taken.sealed)
-    return task, taken
-
-
-def _check_alike(came: Sequence[tuple[str, bool, str]], setting: Setting) -> None:
-    """Raise unless all ranks (host, whether it saw the probe, digest) see and plan the same."""
-    url, digests = setting.target.url, dict[str, list[int]]()
-    if blind := [rank for rank, (_, sees, _) in enumerate(came) if not sees]:
-        hosts = ", ".join(sorted({came[rank][0] for rank in blind}))
-        apart = f"{hosts} (rank{'s' if len(blind) > 1 else ''} {spell_ranks(blind)})"
-        raise RankMismatchError(
-            f"{url} is not the same on all nodes: what rank 0 writes there is not seen on {apart}.",
-            values={apart: blind},
-            path=url,
-            phase="plan",
-            next_step="Give an output on a file system that all nodes share or on an object store, "
-            "or work with the ranks of one node, or with one process.",
-        )
-    for rank, (_, _, digest) in enumerate(came):
-        digests.setdefault(digest, []).append(rank)
-    if len(digests) > 1:
-        spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())
-        what = f"The ranks planned different exports of {setting.source.url}: {spelt}."
-        step = "Give all ranks the same options; functions must answer alike on all."
-        raise RankMismatchError(what, values=digests, phase="plan", next_step=step)
-
-
-def run_together(
-    process_group: dist.ProcessGroup | None,
-    name: str,
-    what: str,
-    timeouts: Timeouts,
-    job: Callable[[], Setting],
-    task_of: Tasks[R],
-) -> R:
-    """Run a job on all ranks, or, without a group, on this one alone."""
-    is_alone = process_group is None
-    group = RankGroup.alone() if is_alone else RankGroup.of(process_group, lane=name)
-    return run_in(group, name, what, timeouts, job, task_of)
-
-
-def run_in(
-    group: RankGroup,
-    name: str,
-    what: str,
-    timeouts: Timeouts,
-    job: Callable[[], Setting],
-    task_of: Tasks[R],
-) -> R:
-    """Run a job on all ranks. One whose arguments make none joins, too: the others hear why."""
-    with group.operation(what, timeouts=timeouts) as operation:
-        with as_checkpoint_errors(f"The call of {name}", operation.rank):
-            setting = job()
-        operation.meet(setting.terms())
-        return run(operation, setting, task_of)

@@ -1,9 +1,7 @@
 """What output files are made of, and who writes which bytes of them, in which parts.
 
-Pure, the same on every rank. A storage copies a run of stored bytes from block edge to block edge
-of its source, where its checksum is known without reading; what lies between two runs is streamed.
-No part but the last of a file is shorter than the storage's least, so a short gap takes bytes from
-the run behind it.
+Pure, the same on every rank. All parts of a file but the last have one length, and their numbers
+have no gap: Cloudflare R2, Garage and S3 Express refuse other uploads.
 """
 
 from __future__ import annotations
@@ -23,19 +21,12 @@ from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
-from ckpt_storage.transfer.chunks import ChunkPlace
 
 ELEMENTS_BYTES = 64
 """A multiple of it, from where tensors begin, is the end of an element of every dtype."""
 
 _PARTS_PER_RANK = 40
 """Parts small enough that one more or less is 2.5 % of what a rank writes."""
-
-MIN_COPY_BYTES = 1 << 20
-"""Shorter runs are streamed even where the storage would copy them: a request costs as much."""
-
-_COPY_BYTES = 256 << 20
-"""Most of one copy: a storage takes seconds for it, and several go on at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +132,9 @@ class OutFile:
 class Region:
     """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `Plan.files`, and `file_bytes` that file's length. With `is_done` it
-    is a complete file, which the owner reads back, and makes again if it is damaged.
+    `file` is a position in `Plan.files`, and `file_bytes` that file's length. Its parts, but for
+    the last, have `part_bytes`; each lies in one region. With `is_done` it is a complete file,
+    which the owner reads back, and makes again if it is damaged.
     """
 
     file: int
@@ -150,12 +142,19 @@ class Region:
     stop: int
     owner: int
     file_bytes: int
+    part_bytes: int
     is_done: bool = False
 
     @property
     def size_bytes(self) -> int:
         """Bytes to write."""
         return self.stop - self.start
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """The first byte of each part of the region, and the byte behind its last."""
+        starts = range(self.start, self.stop, self.part_bytes)
+        return [(start, min(start + self.part_bytes, self.stop)) for start in starts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +188,8 @@ class Plan:
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
         left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
         regions = divide(left, self.world_size, self.able, self.part_bytes)
-        checks = _whole_files({at: sizes[at] for at in sorted(done)}, self.world_size)
+        checked = {at: sizes[at] for at in sorted(done)}
+        checks = _whole_files(checked, self.world_size, self.able, self.part_bytes)
         return replace(self, regions=(*regions, *(replace(r, is_done=True) for r in checks)))
 
 
@@ -234,24 +234,23 @@ def divide(
     """
     files = {at: size for at, size in files.items() if size}
     if not able.tokens_travel:
-        return _whole_files(files, world_size)
+        return _whole_files(files, world_size, able, part_bytes)
     total_bytes = sum(files.values())
-    wanted = min(part_bytes, total_bytes // (_PARTS_PER_RANK * world_size))
-    # None cuts an element. Network file systems lay files out in stripes of whole mebibytes.
-    unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
-    striped = math.lcm(unit, MIB)
-    unit = striped if striped <= wanted else unit
+    # One rank alone needs no balance.
+    share_bytes = total_bytes // (_PARTS_PER_RANK * world_size) if world_size > 1 else part_bytes
+    wanted = min(part_bytes, share_bytes)
     regions: list[Region] = []
     rank, before_bytes = 0, 0
     for at, size in files.items():
-        least = number_unit_bytes(able, size)
-        part = max(wanted - wanted % unit, least + -least % unit)
+        part = length_of_parts(able, size, wanted)
         start = 0
         while start < size:
             end = total_bytes * (rank + 1) // world_size - before_bytes
             stop = size if end >= size else max(end - end % part, start)
             if start < stop:
-                region = Region(file=at, start=start, stop=stop, owner=rank, file_bytes=size)
+                region = Region(
+                    file=at, start=start, stop=stop, owner=rank, file_bytes=size, part_bytes=part
+                )
                 regions.append(region)
             if stop < size:
                 rank += 1
@@ -260,15 +259,19 @@ def divide(
     return tuple(regions)
 
 
-def number_unit_bytes(able: Capabilities, file_bytes: int) -> int:
-    """Return the bytes by which part numbers count, number = start // unit, on all ranks alike.
+def length_of_parts(able: Capabilities, file_bytes: int, wanted: int) -> int:
+    """Return the length of all parts of a file but the last: about `wanted`, and lawful."""
+    least = max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
+    # None cuts an element. Network file systems lay files out in stripes of whole mebibytes.
+    unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
+    striped = math.lcm(unit, MIB)
+    unit = striped if striped <= wanted else unit
+    return max(wanted - wanted % unit, least + -least % unit)
 
-    No part but the last of a file may be shorter, and no number is beyond the storage's last.
-    """
-    return max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
 
-
-def _whole_files(files: Mapping[int, int], world_size: int) -> tuple[Region, ...]:
+def _whole_files(
+    files: Mapping[int, int], world_size: int, able: Capabilities, part_bytes: int
+) -> tuple[Region, ...]:
     """Return each file as a region: the largest first, each to the rank that has least (LPT)."""
     owners: dict[int, int] = {}
     loads = [(0, rank) for rank in range(world_size)]
@@ -276,75 +279,13 @@ def _whole_files(files: Mapping[int, int], world_size: int) -> tuple[Region, ...
         load, owners[at] = heapq.heappop(loads)
         heapq.heappush(loads, (load + files[at], owners[at]))
     return tuple(
-        Region(file=at, start=0, stop=size, owner=owners[at], file_bytes=size)
+        Region(
+            file=at,
+            start=0,
+            stop=size,
+            owner=owners[at],
+            file_bytes=size,
+            part_bytes=length_of_parts(able, size, part_bytes),
+        )
         for at, size in files.items()
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Bytes [start, stop) of a file, which are streamed, or which one `place` holds as they are.
-
-    Then the storage copies them: byte `start` of the file is byte `start - shift` of the payload.
-    """
-
-    start: int
-    stop: int
-    place: ChunkPlace | None = None
-    shift: int = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes to write."""
-        return self.stop - self.start
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of its source that have one checksum."""
-        return self.place.block_bytes if self.place else 1
-
-
-def cut_region(
-    region: Region, runs: Iterable[Part], able: Capabilities, *, stream_bytes: int
-) -> list[Part]:
-    """Return the parts of a region, ascending; `runs` may be copied."""
-    unit = number_unit_bytes(able, region.file_bytes)
-    least = max(unit, able.copy_min_bytes or 0, MIN_COPY_BYTES)
-    stretches: list[Part] = []
-    at = region.start
-    for run in sorted(runs, key=lambda run: run.start):
-        block, shift = run.block_bytes, run.shift
-        edge = math.lcm(block, ELEMENTS_BYTES)
-        begin, end = run.start + (shift - run.start) % block, run.stop
-        if at < begin < at + unit:
-            # What is streamed before it would be too short.
-            begin = at + unit + (shift - at - unit) % edge
-        if run.place and end - shift < run.place.size_bytes:
-            end -= (end - shift) % block
-        if region.stop < region.file_bytes and 0 < region.stop - end < unit:
-            end = region.stop - unit
-            end -= (end - shift) % edge
-        if end - begin >= least:
-            stretches += [Part(start=at, stop=begin), replace(run, start=begin, stop=end)]
-            at = end
-    stretches.append(Part(start=at, stop=region.stop))
-    return [part for one in stretches for part in cut(one, able, unit, stream_bytes)]
-
-
-def cut(run: Part, able: Capabilities, unit: int, stream_bytes: int) -> list[Part]:
-    """Return parts of about equal length, none shorter than `unit` unless the run is."""
-    length, edge = run.size_bytes, math.lcm(run.block_bytes, ELEMENTS_BYTES)
-    if run.place is None:
-        edge = math.lcm(edge, able.part_multiple_bytes)
-        # A cut that moves down to an edge leaves both its parts long enough.
-        count = max(1, min(-(-length // stream_bytes), length // (unit + edge)))
-    else:
-        most = max(_COPY_BYTES, 2 * unit)
-        count = -(-length // min(most, able.copy_max_bytes or most))
-    ideal = (run.start + length * i // count for i in range(1, count))
-    ends = [run.start, *(at - (at - run.shift) % edge for at in ideal), run.stop]
-    return [
-        replace(run, start=begin, stop=end)
-        for begin, end in itertools.pairwise(ends)
-        if begin < end
-    ]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
-from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
@@ -27,10 +27,14 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, byt
 from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
 
-from .plan import Elements, Fixed, OutFile, Part, Segment, Stored
+from .plan import Elements, Fixed, OutFile, Segment, Stored
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
+
+
+_OPAQUE_COPIES = 3
+"""As read, as torch loads it, and rearranged."""
 
 
 class Piece(NamedTuple):
@@ -80,31 +84,42 @@ class SegmentReader:
                         yield Piece(segment, chunk, box, part, at)
                 at += box.volume * size
 
-    def runs(self, file: int, start: int, stop: int, least_bytes: int) -> Iterator[Part]:
-        """Yield what of an interval lies in a row, as it is, in both files, and is so long."""
+    def stored_range(self, file: int, start: int, stop: int) -> tuple[ChunkPlace, int] | None:
+        """Return the place that holds an interval in a row, as it is, and from which byte on."""
+        first: Piece | None = None
+        begin, source_at, dest_at = 0, 0, start
         for piece in self.pieces(file, start, stop):
-            segment, size = piece.segment, DTYPES[piece.segment.dtype].item_bytes
-            if segment.dtype != segment.source_dtype:
-                continue
+            segment = piece.segment
+            size = DTYPES[segment.dtype].item_bytes
             source, dest = (
                 run_of(whole.sizes, box_selection(piece.part.relative_to(whole)), size)
                 for whole in (piece.chunk, piece.box)
             )
-            if source is None or dest is None or len(source) < least_bytes:
-                continue
-            place, shift = self.place_of(piece), piece.start + dest.start - source.start
-            if place.kind == "raw" and place.size_bytes == piece.chunk.volume * size:
-                first, last = source.start + shift, source.stop + shift
-                yield Part(start=first, stop=last, place=place, shift=shift)
+            if source is None or dest is None or piece.start + dest.start != dest_at:
+                return None
+            if first is None:
+                first, begin, source_at = piece, source.start, source.start
+            is_next = piece.key == first.key and source.start == source_at
+            if not is_next or segment.dtype != segment.source_dtype:
+                return None
+            source_at, dest_at = source.stop, dest_at + len(source)
+        if first is None or dest_at != stop:
+            return None
+        place, size = self.place_of(first), DTYPES[first.segment.dtype].item_bytes
+        is_raw = place.kind == "raw" and place.size_bytes == first.chunk.volume * size
+        return (place, begin) if is_raw else None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
         """Fetch what tells where an interval comes from; return the length of the longest read."""
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
+        # torch reads items of other kinds whole, in `_loaded_of`.
+        whole = [place.size_bytes for place in places if place.kind != "raw"]
+        whole_bytes = _OPAQUE_COPIES * max(whole, default=0)
         largest = max((place.block_bytes for place in places), default=1)
         window_bytes = costs_for(self._ranges.store).window_bytes
         # An element that does not divide the block is read whole.
-        return max(min(self._options.part_bytes, window_bytes), largest) + largest
+        return max(min(self._options.part_bytes, window_bytes), largest) + largest + whole_bytes
 
     def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
@@ -140,16 +155,30 @@ class SegmentReader:
                 read.fill(read.array, whole[_index(inner)])
         return self._read(reads)
 
-    def verify(self, place: ChunkPlace, start: int, stop: int) -> int:
-        """Read and check bytes [start, stop) of a payload, whole blocks; return their CRC-32C."""
-        crc, block = 0, place.block_bytes
-        step = max(block, self._options.part_bytes // block * block)
+    def checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int]:
+        """Read and check bytes [start, stop) of a payload; return CRC-32C and bytes read."""
+        crc, read_bytes, step = 0, 0, self._options.part_bytes
         buffer = memoryview(bytearray(min(step, stop - start)))
         for at in range(start, stop, step):
             window = buffer[: stop - at]
-            self._read([bytes_read(place, window, at)])
+            read_bytes += self._read([bytes_read(place, window, at)])
             crc = crc32c_of(window, crc)
-        return crc
+        return crc, read_bytes
+
+    def known_checksum(self, place: ChunkPlace, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the CRC-32C of bytes [start, stop) of a payload, and the bytes read for it.
+
+        Only ends that are no whole blocks are read. None where the checkpoint has no checksums.
+        """
+        block = place.block_bytes
+        first, last = -(-start // block) * block, stop // block * block
+        last = stop if stop == place.size_bytes else last
+        if place.crcs is None or last <= first:
+            return None
+        whole = combine_blocks(place.crcs[first // block : -(-last // block)], block, last - first)
+        head, tail = self.checksum(place, start, first), self.checksum(place, last, stop)
+        lengths = (first - start, last - first, stop - last)
+        return combine_many((head[0], whole, tail[0]), lengths), head[1] + tail[1]
 
     def _read(self, reads: Sequence[ChunkRead]) -> int:
         planned = self._chunks.plan(reads)
@@ -178,7 +207,7 @@ class SegmentReader:
 
         with self._lock:
             if self._loaded is None or self._loaded[0] != place:
-                needed, limit = 3 * place.size_bytes, self._options.memory_limit_bytes
+                needed, limit = _OPAQUE_COPIES * place.size_bytes, self._options.memory_limit_bytes
                 if needed > limit:
                     raise InvalidInputError(
                         f"{place.fqn} in {place.path} is stored with strides; rearranging it takes "

@@ -7,24 +7,38 @@ is known of the nesting, only the first part of an FQN may name state to leave o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
+from ckpt_storage.inspect.views import natural
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.renaming import new_names
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
 
-Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+FILES_PREFIX = "files."
+"""What the names of entries begin with whose bytes are a file: `files.config.json`."""
+
+Reason = Literal[
+    "blob", "optimizer", "training state", "outside the model", "excluded", "tied", "file"
+]
 
 KeyPath = tuple[str | int, ...]
 
-_DIGITS = re.compile(r"([0-9]+)")
+WRAPPERS = ("module.", "_orig_mod.")
+"""What `DistributedDataParallel` and `torch.compile` put before the names of a module."""
+
+_COMPILED = "_orig_mod."
+"""That of a part of a model that is compiled alone stands within names."""
+
+_RNG = re.compile(r"(cuda_)?rng(_states?)?", re.IGNORECASE)
 
 _MODEL = re.compile(
     r"model(_(state|state_dict|weights))?|module|params|state_dict|weights", re.IGNORECASE
@@ -134,10 +148,12 @@ def choose_model(
     Names without `rename`: where all chosen tensors lie in one container, its key is taken off,
     and so are further ones known to hold models: {"model": hf.state_dict()} gives
     "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
+    So are `WRAPPERS` before all names, and those of compiled parts anywhere.
     The alias of a tie goes out in its own right while its target does not.
     """
     tensors, values = source.tensors, source.tensors.keys() | source.blobs
-    paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors}
+    files = {fqn for fqn, tensor in tensors.items() if is_file_entry(fqn, tensor)}
+    paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
     left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
         left |= _outside(paths)
@@ -147,12 +163,15 @@ def choose_model(
     if options.exclude is not None:
         for fqn in matching(options.exclude, values, "exclude"):
             left.setdefault(fqn, ("excluded", "`exclude` names it"))
+    for fqn in files:
+        left.setdefault(fqn, ("file", "it is a file beside the weights"))
     going = sorted(tensors.keys() - left.keys())
     if not going:
         what = f"No tensor is left to export; {len(left)} values are left out."
         step = "Name what you want with include=, as FQNs or patterns."
         raise InvalidInputError(what, next_step=step)
     stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in going])
+    stripped = "" if callable(options.rename) else _with_wrappers(stripped, going)
     names = _names(going, stripped, options)
     tied: dict[str, str] = {}
     if options.tied != "keep":
@@ -171,20 +190,58 @@ def choose_model(
         for fqn, (reason, because) in sorted(left.items())
     )
     picked: list[Elements] = []
+    casts = _casts(names, options)
     for fqn in (fqn for fqn in going if fqn not in tied):
         if lacking := _no_safetensors(tensors[fqn]):
             what = f"{fqn} has {lacking}, which safetensors does not hold."
             step = f"Leave it out with exclude=[{fqn!r}], or save it otherwise."
             raise InvalidInputError(what, next_step=step)
-        dtype = (options.cast_to if tensors[fqn].dtype in CASTABLE else None) or ""
+        dtype = casts.get(fqn, "") if tensors[fqn].dtype in CASTABLE else ""
         picked.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
-    return sorted(picked, key=lambda one: _natural(one.name)), skipped
+    return sorted(picked, key=lambda one: (natural(one.name), one.name)), skipped
 
 
-def _natural(name: str) -> tuple[list[str | int], str]:
-    """Return what sorts names with the numbers in them as numbers."""
-    parts = _DIGITS.split(name)
-    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
+def dropped_prefixes(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return what FQNs have before and within their names in weight files."""
+    found: set[str] = set()
+    for fqn, name in pairs:
+        plain = fqn.replace(_COMPILED, "")
+        if name != fqn and plain.endswith(name):
+            found |= {plain.removesuffix(name), _COMPILED if plain != fqn else ""}
+    return tuple(sorted(found - {""}))
+
+
+def is_file_entry(fqn: str, tensor: TensorRecord) -> bool:
+    """Return whether a tensor is the content of a file beside the weights."""
+    is_bytes = tensor.dtype == "uint8" and len(tensor.shape) == 1
+    return is_bytes and len(fqn) > len(FILES_PREFIX) and fqn.startswith(FILES_PREFIX)
+
+
+def _casts(names: Mapping[str, str], options: ConsolidateOptions) -> dict[str, str]:
+    """Return the dtype to cast to of each FQN: that of the first pattern that matches it."""
+    casts: dict[str, str] = {}
+    for pattern, dtype in options.casts.items():
+        matches = {fqn for fqn, name in names.items() if pattern in (fqn, name)}
+        if not matches:
+            is_match = partial(fnmatchcase, pat=pattern)
+            matches = {fqn for fqn, name in names.items() if is_match(fqn) or is_match(name)}
+        if not matches:
+            what = f"dtype names {pattern!r}, which matches no tensor that goes out."
+            step = "Give FQNs, names in the weight files, or glob patterns."
+            raise InvalidInputError(what, next_step=step)
+        casts = dict.fromkeys(matches, dtype) | casts
+    return casts
+
+
+def _with_wrappers(stripped: str, fqns: Sequence[str]) -> str:
+    """Return the prefix to take off, with those of wrappers that all names begin with."""
+    while True:
+        for wrapper in WRAPPERS:
+            if all(fqn.startswith(f"{stripped}{wrapper}") for fqn in fqns):
+                stripped += wrapper
+                break
+        else:
+            return stripped
 
 
 def _container_of(paths: Sequence[KeyPath]) -> str:
@@ -202,9 +259,13 @@ def _container_of(paths: Sequence[KeyPath]) -> str:
 
 
 def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
-    """Return the path of a tensor in the nested state dict, as far as it is known."""
-    if known is not None:
-        return tuple(known.get(fqn, ())) or (fqn,)
+    """Return the path of a tensor in the nested state dict, as far as it is known.
+
+    A state that is not nested has dotted names, whose first part tells optimizer state as well.
+    """
+    path = tuple(known.get(fqn, ())) if known is not None else ()
+    if len(path) > 1:
+        return path
     head, dot, rest = fqn.partition(".")
     return (head, rest) if dot and _apart(head) else (fqn,)
 
@@ -222,8 +283,12 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Left:
     left: _Left = {}
     level, depth = sorted(paths), 0
     while True:
-        # A tensor itself is never judged by its name: a module may have a parameter "scaler".
+        # Tensors themselves are not judged by their names: a module may have a parameter "scaler".
         direct = [fqn for fqn in level if len(paths[fqn]) == depth + 1]
+        if depth == 0 and (states := list(filter(_RNG.fullmatch, direct))):
+            because = "it is the state of a random number generator"
+            left |= dict.fromkeys(states, ("training state", because))
+            direct = [fqn for fqn in direct if fqn not in left]
         nested: dict[str, list[str]] = {}
         for fqn in level:
             key = str(paths[fqn][depth])
@@ -249,7 +314,7 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
     return new_names(
         fqns,
         options.rename,
-        default=lambda fqn: fqn.removeprefix(stripped),
+        default=lambda fqn: fqn.removeprefix(stripped).replace(_COMPILED, ""),
         what="tensor that goes out",
         refused=("__metadata__",),
     )

@@ -1,60 +1,48 @@
-"""Files of `torch.save`: one as a source of tensors, and one written while its values are read."""
+"""A file of `torch.save` as a source of tensors, and of the other values in it."""
 
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 import struct
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import _weights_only_unpickler
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.source.foreign import ForeignSource
-from ckpt_storage.source.model import Key, Source
+from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.writing import ObjectWriter
-
-from .convert import _Conversion
-from .layout import Files
-from .output import Site, Taken
-from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
-from .reads import SegmentReader
-from .select import Selected
-from .write import Made
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
 _LOCAL = struct.Struct("<26x2H")
 _RESTORE = "Restore the file from a copy."
 _AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
-_ALIGN_BYTES = 64
-
 _Path = tuple[str | int, ...]
 
 
 class _Record(NamedTuple):
-    """A storage, of which tensors are views: bytes of the file with one checksum, if any."""
+    """A storage, of which tensors are views: bytes of the file with one checksum, if any.
+
+    `storage_bytes` are the first of them that the pickle says are the storage.
+    """
 
     start: int
     size_bytes: int
     crc32: int | None
+    storage_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,8 +112,11 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             record: _Record | None = getattr(value.untyped_storage(), "record", None)
             if record is None:
                 raise _refused(shown, f"holds no bytes of {fqn}", "Save it from where it has some.")
+            offset = int(value.storage_offset()) * value.element_size()
+            if not 0 <= offset <= record.storage_bytes - value.nbytes:
+                raise _refused(shown, f"holds {fqn}, which reaches beyond its storage", _RESTORE)
             source.records[fqn] = record
-            start = record.start + int(value.storage_offset()) * value.element_size()
+            start = record.start + offset
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
         whole, size = Box((0,) * len(shape), shape), value.nbytes
@@ -206,14 +197,18 @@ class _StoreFile(io.RawIOBase):
         return count
 
 
-def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return what was saved; storages have no memory, but a `record` of where they lie.
+def _read_records(
+    file: IO[bytes], path: str
+) -> tuple[dict[str, zipfile.ZipInfo], dict[str, bytes], int]:
+    """Return the records of the zip, the content of those that are no storages, and its end.
 
-    A compressed record of the zip, which torch never makes, may be a bomb, and is refused.
+    A compressed record, which torch never makes, may be a bomb, and is refused.
     """
     small: dict[str, bytes] = {}
     with zipfile.ZipFile(file) as archive:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "constants.pkl" in infos:
+            raise _refused(path, "is a TorchScript archive", _AGAIN)
         # torch can be told to write none: then it writes zeros.
         has_crcs = any(info.CRC for info in infos.values())
         for name, info in infos.items():
@@ -228,9 +223,17 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
             except zipfile.BadZipFile as error:
                 what = f"its record {info.filename}"
                 raise _damaged(path, what, info.header_offset) from error
+    return infos, small, archive.start_dir
+
+
+def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
+    """Return what was saved; storages have no memory, but a `record` of where they lie."""
+    infos, small, directory = _read_records(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
     storages: dict[str, Any] = {}
+    # Each record ends where the next begins, or the directory of the zip.
+    limits = sorted([directory, *(info.header_offset for info in infos.values())])
 
     def load_storage(saved: tuple[Any, ...]) -> object:
         _, kind, key, _, count = saved
@@ -241,8 +244,11 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
                 raise EOFError(key)
             file.seek(info.header_offset)
             gap_bytes = _LOCAL.size + sum(_LOCAL.unpack(file.read(_LOCAL.size)))
+            start = info.header_offset + gap_bytes
+            if start + info.file_size > limits[bisect_right(limits, info.header_offset)]:
+                raise EOFError(key)
             storages[key] = storage = _torch.UntypedStorage(size_bytes, device="meta")
-            storage.record = _Record(info.header_offset + gap_bytes, info.file_size, info.CRC)
+            storage.record = _Record(start, info.file_size, info.CRC, size_bytes)
         return _torch.storage.TypedStorage(wrap_storage=storages[key], dtype=dtype, _internal=True)
 
     module: Any = pickle if unsafe_pickle else _weights_only_unpickler
@@ -266,204 +272,3 @@ def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:
         step = "Save it dense, contiguous and of a plain dtype, or leave it out with exclude=."
         raise _refused(path, what, step)
     return dtype
-
-
-class TorchFile(_Conversion):
-    """One file that is written as a stream, visible only complete; tied tensors share a storage."""
-
-    def lay_out(self) -> Files:
-        """Return nothing: checksums come last, and `publish` writes it all."""
-        self.stream_bytes = self.tensor_bytes
-        return ()
-
-    def take(self) -> Taken:
-        """Refuse a name that is taken."""
-        name, url = self.setting.target_file, self.setting.target_url
-        if not name:
-            raise errors.InvalidInputError(
-                f"{url} names no file.", next_step="Give a file, such as model.pt."
-            )
-        if not self.setting.overwrite and is_there(self.site.target, name):
-            what = f"{url} is there."
-            step = "Give another name, or pass overwrite=True to replace it."
-            raise errors.CheckpointExistsError(what, path=url, phase="plan", next_step=step)
-        return Taken()
-
-    def publish(self, made: Made) -> None:
-        """Write the file; only where nothing can be replaced in one step, delete the old before."""
-        del made
-        site, store, name = self.site, self.site.target, self.setting.target_file
-        main = io.BytesIO()
-        pickler, (tensors, fqns) = _Pickler(main), _untouched(self.chosen)
-        pickler.dump(_nested({**self._objects(), **tensors}, self.source.planner_data or {}))
-        stored = [(data, fqns.get(key)) for key, (_, data) in pickler.stored.items()]
-        streamed = [elements_of(fqn, self.chosen.tensors[fqn]) for _, fqn in stored if fqn]
-        read = _reading(site, self.source, streamed)
-        store.make_folders([])
-        if not store.capabilities.atomic_replace:
-            store.delete([name])
-        writer = ObjectWriter(
-            store,
-            name,
-            options=site.options,
-            planned_bytes=self.stream_bytes + main.tell(),
-            deadline=site.deadline,
-            on_bytes=self.on_bytes,
-        )
-
-        def write(data: bytes | memoryview) -> int:
-            view = memoryview(data)
-            writer.write(view)
-            return view.nbytes
-
-        # It goes forward only, so checksums follow the bytes.
-        archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
-        try:
-            _append(archive, "data.pkl", [main.getvalue()])
-            # No ".format_version": it would let torch compute where records lie, as its own zip
-            # writer places them. Without it torch looks each one up.
-            _append(archive, "byteorder", [b"little"])
-            for number, (data, fqn) in enumerate(stored):
-                held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
-                _append(archive, f"data/{number}", read(fqn) if fqn else [held.data])
-                site.deadline.check(f"Writing {name}")
-            _append(archive, "version", [b"3\n"])
-            _append(archive, ".data/serialization_id", [b"0" * 40])
-            self.check_unchanged()
-            archive.close()
-            writer.complete()
-        except BaseException as error:
-            # Else it writes its end when it is forgotten.
-            archive.fp = None
-            try:
-                writer.abort()
-            except errors.StorageError as failure:
-                error.add_note(f"Discarding the upload failed too: {failure}")
-            raise
-
-    def _objects(self) -> dict[str, object]:
-        """Return the values that are no tensors."""
-        blobs, is_safe = self.stored_blobs(), not self.setting.unsafe_pickle
-        read = _reading(self.site, self.source, blobs)
-        objects: dict[str, object] = {}
-        for fqn in self.chosen.blobs:
-            file = io.BytesIO(b"".join(read(fqn)))
-            try:
-                objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
-            except Exception as error:
-                raise errors.UnsafeContentError(
-                    f"{fqn} is not a value that torch loads with weights_only=True.",
-                    next_step="Leave it out with exclude=, or, if you trust who wrote it, pass "
-                    "unsafe_pickle=True.",
-                ) from error
-        return objects
-
-
-def _reading(
-    site: Site, source: Source, segments: Sequence[Elements | Stored]
-) -> Callable[[str], Iterator[memoryview]]:
-    """Return what yields an FQN's bytes; they are asked for in order, and read in windows."""
-    # Each begins where an element of any dtype may, so that no window cuts one.
-    gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
-    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
-    file = OutFile(name="", segments=parts)
-    starts = {one.fqn: at for at, one in zip(file.starts[::2], segments, strict=False)}
-    sizes = {one.fqn: one.size_bytes for one in segments}
-    reader = SegmentReader([file], source, RangeReader(site.source, site.options))
-    step = site.options.part_bytes - site.options.part_bytes % ELEMENTS_BYTES
-
-    @lru_cache(maxsize=1)
-    def window_at(begin: int) -> memoryview:
-        window = memoryview(bytearray(min(step, file.size_bytes - begin)))
-        reader.prepare(0, begin, begin + len(window))
-        reader.fill(0, begin, begin + len(window), window)
-        return window
-
-    def read(fqn: str) -> Iterator[memoryview]:
-        at = starts[fqn]
-        end = at + sizes[fqn]
-        while at < end:
-            view = window_at(at - at % step)[at % step :][: end - at]
-            at += len(view)
-            yield view
-
-    return read
-
-
-def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryview]) -> None:
-    """Append one record to a zip, as it is; its bytes are aligned."""
-    info, stream = zipfile.ZipInfo(f"archive/{name}"), archive.fp
-    assert stream is not None  # noqa: S101  # it is open
-    # The header, the name, the length in 64 bits, and the head of the padding.
-    padding = -(stream.tell() + 30 + len(info.filename) + 20 + 4) % _ALIGN_BYTES
-    # The id is torch's own choice; nobody reads it.
-    info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
-    with archive.open(info, "w", force_zip64=True) as file:
-        for view in views:
-            file.write(view)
-
-
-def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-    """Return tensors in memory that is never touched, and whose each storage is; ties share.
-
-    All lie at one address: what is reserved is as long as the largest.
-    """
-    sizes = {fqn: elements_of(fqn, one).size_bytes for fqn, one in chosen.tensors.items()}
-    length = max(sizes.values(), default=0) + 1
-    pool = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    whole: dict[str, torch.Tensor] = {}
-    with warnings.catch_warnings():
-        # That nothing can be written there is why it takes no memory.
-        warnings.simplefilter("ignore")
-        for fqn in {chosen.ties.get(fqn, fqn): None for fqn in sizes}:
-            whole[fqn] = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count := sizes[fqn]:
-                whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count)
-    tensors = {
-        fqn: whole[chosen.ties.get(fqn, fqn)].view(getattr(torch, one.dtype)).reshape(one.shape)
-        for fqn, one in chosen.tensors.items()
-    }
-    storages = {one.untyped_storage()._cdata: fqn for fqn, one in whole.items() if sizes[fqn]}  # noqa: SLF001  # as torch.save
-    return tensors, storages
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles as `torch.save` does; `stored` has the numbers of storages, and these, in order."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.stored: dict[int, tuple[int, Any]] = {}
-
-    def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
-        """Return what stands for a storage."""
-        if isinstance(obj, torch.storage.TypedStorage):
-            typed: Any = obj
-            data, name, count = typed._untyped_storage, typed._pickle_storage_type(), typed._size()  # noqa: SLF001
-        elif torch.is_storage(obj):
-            data, name, count = obj, "UntypedStorage", obj.nbytes()
-        else:
-            return None
-        number, _ = self.stored.setdefault(data._cdata, (len(self.stored), data))  # noqa: SLF001  # as torch.save
-        return ("storage", getattr(torch, name), str(number), "cpu", count)
-
-
-def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
-    """Return the nested state dict; lists of which a part was dropped would shift, so refuse.
-
-    A list is made as long as its highest index, so one number could take all memory.
-    """
-    paths = {fqn: known.get(fqn, (fqn,)) for fqn in flat}
-    longest: dict[_Path, int] = {}
-    for path in paths.values():
-        for at, key in enumerate(path):
-            if isinstance(key, int):
-                length = key + 1 if key >= 0 else 1 << 60
-                longest[path[:at]] = max(longest.get(path[:at], 0), length)
-    try:
-        if sum(longest.values()) > 16 * sum(map(len, paths.values())) + (1 << 16):
-            raise ValueError("its lists would be far longer than what is in them")  # noqa: TRY301
-        return unflatten_state_dict(dict(flat), paths)
-    except Exception as error:
-        what = f"The values do not form a nested state dict: {error}."
-        step = "Leave the names that contradict each other out with exclude=."
-        raise errors.InvalidInputError(what, next_step=step) from error

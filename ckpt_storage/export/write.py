@@ -1,8 +1,8 @@
 """Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends. Long runs of stored bytes the
-storage copies by itself, where it can; they are checked by the checksum that it tells, or else by
-reading the source.
+A thread does one part at a time: it reads, checks, places and sends. A part that lies in one run of
+stored bytes a storage copies by itself, where it can; the checksum that it reports is held against
+those of the checkpoint. If it reports none, the source is read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
@@ -32,55 +32,17 @@ from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
-from .plan import MIN_COPY_BYTES, OutFile, Part, Region, cut, cut_region, number_unit_bytes
+from .output import Export, Result, ResumeState, Span, WriteSummary
+from .plan import OutFile, Region
 from .reads import SegmentReader
 
-if TYPE_CHECKING:
-    from .output import Taken, Task
-
 log = logging.getLogger("ckpt_storage")
-
-Span = tuple[int, int, int]
-"""Where bytes of a file begin, how many there are, and their CRC-32C."""
 
 _COPY_REFUSALS = frozenset({"permission", "unsupported"})
 """Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
 """How long a rank whose shared upload was discarded waits to hear the reason."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What one rank did. All mappings but `moved` are by position of the file.
-
-    Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
-    are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
-    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
-    """
-
-    spans: dict[int, list[Span]] = field(default_factory=dict)
-    moved: Counter[str] = field(default_factory=Counter)
-    receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
-    sealed: dict[int, Sealed] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What came of a plan, by position and by rank; only the coordinator has all of it.
-
-    `kept` are the files that an earlier run had completed, and that were sound.
-    """
-
-    files: Mapping[int, FileRef]
-    results: Sequence[Result]
-    kept: frozenset[int]
-
-    @property
-    def moved(self) -> dict[str, Any]:
-        """What all ranks moved, as reports name it."""
-        names = "read_bytes", "sent_bytes", "copied_bytes"
-        return {name: sum(one.moved[name] for one in self.results) for name in names}
 
 
 def joined(spans: Iterable[Span]) -> Span:
@@ -92,30 +54,29 @@ def joined(spans: Iterable[Span]) -> Span:
 
 
 @dataclass
-class _Job:
+class _RegionState:
     """One region on its way; `spans` are what was written of it."""
 
     region: Region
     file: OutFile
     upload: Upload
-    unit: int
     left_bytes: int
     spans: list[Span] = field(default_factory=list)
 
 
-class Work:
-    """One rank at work on the files of `task.plan`, of which `taken` are done or sealed.
+class FileWriter:
+    """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
 
     Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, and the task is unchanged. After a
+    others, the coordinator completes when all have reported, and the export is unchanged. After a
     failure a thread that hangs may still fill a buffer.
     """
 
-    def __init__(self, operation: Operation, task: Task[Any], taken: Taken) -> None:
-        site, able = task.site, task.site.target.capabilities
-        self._operation, self._task, self._taken = operation, task, taken
-        self._site, self._plan, self._able = site, task.plan, able
-        self._is_together = task.is_together and able.tokens_travel and able.lists_uploads
+    def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
+        context, able = export.context, export.context.target.capabilities
+        self._operation, self._export, self._taken = operation, export, taken
+        self._context, self._plan, self._able = context, export.plan, able
+        self._is_together = export.is_together and able.tokens_travel and able.lists_uploads
         self._copies = False
         # Those under way, by file; and the tokens of those that several ranks share.
         self._uploads: dict[int, Upload] = {}
@@ -125,11 +86,11 @@ class Work:
         self._lock = threading.Lock()
         self._free: list[memoryview] = []
         # Parallelism is ours: each thread reads for its own part.
-        alone = replace(site.options, thread_count=1)
-        ranges = RangeReader(site.source, alone, pacer=site.source_pace)
-        self._reader = SegmentReader(task.plan.files, task.source, ranges)
+        alone = replace(context.options, thread_count=1)
+        ranges = RangeReader(context.source, alone, pacer=context.source_pace)
+        self._reader = SegmentReader(export.plan.files, export.source, ranges)
 
-    def make(self) -> Made:
+    def make(self) -> WriteSummary:
         """Make all files; after an error no upload stays open but those of sealed files."""
         files: Mapping[int, FileRef] = {}
         try:
@@ -142,12 +103,12 @@ class Work:
             raise
         written = {at for one in results for at in one.spans}
         kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
-        return Made(files=files, results=results, kept=kept)
+        return WriteSummary(files=files, results=results, kept=kept)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
-            self._site.deadline.watch.failed(error)
+            self._context.deadline.watch.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -156,34 +117,36 @@ class Work:
 
     def _fill(self) -> None:
         """Check and write what is this rank's."""
-        plan, site, taken = self._plan, self._site, self._taken
+        plan, context, taken = self._plan, self._context, self._taken
         is_first = self._operation.is_coordinator
         counts = Counter(region.file for region in plan.regions)
         if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
             tokens: list[str] = []
             if is_first:
-                self._uploads = {at: site.target.upload(n, copies=True) for at, n in names.items()}
+                self._uploads = {
+                    at: context.target.upload(n, copies=True) for at, n in names.items()
+                }
                 begin = [upload.token for upload in self._uploads.values()]
-                tokens = site.at_once("begin uploads", begin)
+                tokens = context.at_once("begin uploads", begin)
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
         own = plan.regions_of(self._operation.rank)
         regions = [r for r in own if not r.is_done]
         checks = [partial(self._check, r, taken.done[r.file], regions) for r in own if r.is_done]
-        site.at_once("check files", checks)
+        context.at_once("check files", checks)
         if is_first:
             for at, file in enumerate(plan.files):
                 if not file.size_bytes and at not in taken.done:
-                    site.target.put(file.name, b"")
+                    context.target.put(file.name, b"")
                     self._seal(at, Sealed(file=self._reference(at, 0)))
             for sealed in taken.sealed.values():
-                self._task.on_bytes(sealed.file.size_bytes)
+                self._export.on_bytes(sealed.file.size_bytes)
         try:
             if regions:
                 self._write(regions)
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
                 # The coordinator discarded the upload: it is about to say why.
-                site.deadline.sleep(_WORD_S)
+                context.deadline.sleep(_WORD_S)
             raise
 
     def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
@@ -193,24 +156,23 @@ class Work:
             damaged.append(whole)
             return
         self._result.sealed[whole.file] = Sealed(file=file)
-        self._task.on_bytes(file.size_bytes)
+        self._export.on_bytes(file.size_bytes)
 
     def _is_sound(self, file: FileRef) -> bool:
-        site = self._site
-        ranges = RangeReader(site.target, site.options, pacer=site.target_pace)
+        context = self._context
+        ranges = RangeReader(context.target, context.options, pacer=context.target_pace)
         return has_checksum(ranges, file)
 
     def _write(self, regions: Iterable[Region]) -> None:
         """Write all parts side by side; in order where the storage wants that of a file."""
-        site = self._site
-        may_copy = site.setting.copies == "auto" and self._able.tokens_travel
-        self._copies = may_copy and site.target.can_copy_from(site.source)
+        context = self._context
+        self._copies = context.can_copy
         with Workers(
-            site.options.thread_count,
+            context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
-            deadline=site.deadline,
+            deadline=context.deadline,
             # Neither is ever more than there are threads.
-            limit=lambda: min(site.source_pace.limit(), site.target_pace.limit()),
+            limit=lambda: min(context.source_pace.limit(), context.target_pace.limit()),
         ) as workers:
             try:
                 for region in regions:
@@ -223,61 +185,50 @@ class Work:
 
     def _submit(self, workers: Workers, region: Region) -> None:
         """Hand the parts of a region over, as fast as there are threads and memory."""
-        site, limit_bytes = self._site, self._site.options.memory_limit_bytes
+        context, limit_bytes = self._context, self._context.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
         file = self._plan.files[region.file]
-        runs: Iterable[Part] = ()
-        if self._copies and not file.edges:
-            least = max(self._able.copy_min_bytes or 0, MIN_COPY_BYTES)
-            runs = self._reader.runs(region.file, region.start, region.stop, least)
-        parts = cut_region(region, runs, self._able, stream_bytes=site.options.part_bytes)
-        unit = number_unit_bytes(self._able, region.file_bytes)
-        window_bytes = max(one.size_bytes for p in parts for one in self._streams(p, unit))
+        part_bytes = min(region.part_bytes, region.size_bytes)
         # A store may join the views of a part, so a part counts twice.
-        each = (2 if self._able.is_remote else 1) * window_bytes + read_bytes
+        each = (2 if self._able.is_remote else 1) * part_bytes + read_bytes
         if each > limit_bytes:
             raise InvalidInputError(
-                f"Parts of {window_bytes} bytes need {each} bytes of memory; "
+                f"Parts of {part_bytes} bytes need {each} bytes of memory; "
                 f"memory_limit_bytes is {limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        job = _Job(region, file, self._begin(region.file), unit, region.size_bytes)
+        job, parts = (
+            _RegionState(region, file, self._begin(region.file), region.size_bytes),
+            region.parts,
+        )
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
             workers.wait_for_place()
-            BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=site.deadline)
+            BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=context.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
 
-    def _streams(self, part: Part, unit: int) -> list[Part]:
-        """Return the parts that a part is streamed as."""
-        if part.place is None:
-            return [part]
-        run = Part(start=part.start, stop=part.stop)
-        return cut(run, self._able, unit, self._site.options.part_bytes)
-
-    def _do(self, job: _Job, parts: Iterable[Part]) -> None:
-        for part in parts:
+    def _do(self, job: _RegionState, parts: Iterable[tuple[int, int]]) -> None:
+        for start, stop in parts:
             if self._has_failed:
                 return
             try:
-                self._do_part(job, part)
+                self._do_part(job, start, stop)
             except BaseException:
                 # Before the memory of others is waited for.
                 self._has_failed = True
                 raise
 
-    def _do_part(self, job: _Job, part: Part) -> None:
-        """Do a part, and what follows the last of its region."""
-        region, deadline = job.region, self._site.deadline
+    def _do_part(self, job: _RegionState, start: int, stop: int) -> None:
+        """Do bytes [start, stop) of a file, and what follows the last part of its region."""
+        region, deadline = job.region, self._context.deadline
         deadline.check(f"Writing {job.file.name}")
-        if not (part.place and self._copies and self._copied(job, part, part.place)):
-            for one in self._streams(part, job.unit):
-                self._streamed(job, one)
-        deadline.watch.advanced(part.size_bytes)
-        self._task.on_bytes(part.size_bytes)
+        if not (self._copies and self._copied(job, start, stop)):
+            self._streamed(job, start, stop)
+        deadline.watch.advanced(stop - start)
+        self._export.on_bytes(stop - start)
         with self._lock:
-            job.left_bytes -= part.size_bytes
+            job.left_bytes -= stop - start
             if job.left_bytes:
                 return
             whole = joined(job.spans)
@@ -285,80 +236,77 @@ class Work:
             self._result.spans.setdefault(region.file, []).extend(spans)
         self._end(job, whole[2])
 
-    def _streamed(self, job: _Job, part: Part) -> None:
+    def _streamed(self, job: _RegionState, start: int, stop: int) -> None:
         """Read and write a part."""
-        start, stop, edges = part.start, part.stop, job.file.edges
+        region, edges, size_bytes = job.region, job.file.edges, stop - start
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
         # Fresh memory costs the kernel more than the copies through it. No thread keeps its own:
         # there are more of them than parts in flight.
         with self._lock:
             whole = self._free.pop() if self._free else memoryview(b"")
-        if len(whole) < part.size_bytes:
-            whole = memoryview(bytearray(part.size_bytes))
-        window = whole[: part.size_bytes]
-        read_bytes = self._reader.fill(job.region.file, start, stop, window)
+        if len(whole) < size_bytes:
+            whole = memoryview(bytearray(size_bytes))
+        window = whole[:size_bytes]
+        read_bytes = self._reader.fill(region.file, start, stop, window)
         spans = [
             (first, last - first, crc32c_of(window[first - start : last - start]))
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
-        is_last = stop == job.region.file_bytes
-        job.upload.write_part(start // job.unit, start, [window], last=is_last)
-        self._site.target_pace.succeeded()
+        number, is_last = start // region.part_bytes, stop == region.file_bytes
+        job.upload.write_part(number, start, [window], last=is_last)
+        self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
             job.spans += spans
-            self._result.moved.update(read_bytes=read_bytes, sent_bytes=part.size_bytes)
+            self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
-    def _copied(self, job: _Job, part: Part, place: ChunkPlace) -> bool:
-        """Have the storage copy a part; return whether it did."""
-        site, reader = self._site, self._reader
-        first, length = part.start - part.shift, part.size_bytes
-        source = site.source.copy_source(place.path)
-        if source is None:
+    def _copied(self, job: _RegionState, start: int, stop: int) -> bool:
+        """Have the storage copy a part that lies in one run of stored bytes; return whether."""
+        context, reader, able, length = self._context, self._reader, self._able, stop - start
+        is_short = length < (able.copy_min_bytes or 0) and stop != job.region.file_bytes
+        if job.file.edges or is_short or length > (able.copy_max_bytes or length):
             return False
+        stored = reader.stored_range(job.region.file, start, stop)
+        source = context.source.copy_source(stored[0].path) if stored else None
+        if stored is None or source is None:
+            return False
+        place, first = stored
         copy = PartCopy(
-            number=part.start // job.unit,
-            offset=part.start,
+            number=start // job.region.part_bytes,
+            offset=start,
             source=source,
             start=place.start + first,
             length=length,
             source_bytes=place.file_bytes,
         )
         try:
-            told = job.upload.copy_part(copy)
+            crc32c = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 self._copies = False
                 return False
-            raise explained(error, [place], self._task.source) from error
-        site.target_pace.succeeded()
-        read_bytes, expected = 0, None
-        if place.crcs is not None:
-            block = place.block_bytes
-            crcs = place.crcs[first // block : -(-(first + length) // block)]
-            expected = combine_blocks(crcs, block, length)
-        if told is None:
-            told, read_bytes = reader.verify(place, first, first + length), length
-        if expected not in {None, told}:
-            # Raises if it is the source that is damaged.
-            reader.verify(place, first, first + length)
-            raise StorageError(
-                f"The storage copied bytes [{copy.start}, {copy.start + length}) "
-                f"of {site.source.url}/{place.path}, which belong to {place.fqn}, wrongly: "
-                "the source is sound, and what it wrote has another checksum.",
-                path=place.path,
-                rank=place.rank,
-                retryable=True,
-                next_step="Try again; if it happens again, tell who runs the storage.",
-            )
+            raise explained(error, [place], self._export.source) from error
+        context.target_pace.succeeded()
+        if crc32c is None:
+            crc32c, read_bytes = reader.checksum(place, first, first + length)
+        else:
+            known, read_bytes = reader.known_checksum(place, first, first + length) or (crc32c, 0)
+            if known != crc32c:
+                # Raises if it is the source that is damaged.
+                reader.checksum(place, first, first + length)
+                raise _wrong_copy(f"{context.source.url}/{place.path}", copy, place)
         with self._lock:
-            job.spans.append((part.start, length, told))
+            job.spans.append((start, length, crc32c))
             self._result.moved.update(read_bytes=read_bytes, copied_bytes=length)
         return True
 
     def _begin(self, at: int) -> Upload:
         if at not in self._uploads:
-            target, path, token = self._site.target, self._plan.files[at].name, self._tokens.get(at)
+            target, path, token = (
+                self._context.target,
+                self._plan.files[at].name,
+                self._tokens.get(at),
+            )
             upload = target.join(path, token) if token else target.upload(path, copies=True)
             self._uploads[at] = upload
             if self._is_together and not token:
@@ -366,7 +314,7 @@ class Work:
                 upload.token()
         return self._uploads[at]
 
-    def _end(self, job: _Job, crc32c: int) -> None:
+    def _end(self, job: _RegionState, crc32c: int) -> None:
         """Take over a region that was written; seal its file if nobody else writes it."""
         at, upload = job.region.file, job.upload
         if at not in self._tokens:
@@ -393,12 +341,13 @@ class Work:
             parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
             crc32c = joined(span for one in results for span in one.spans.get(at, ()))[2]
             sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
-        self._task.check_unchanged()
-        self._task.check_held()
+        self._export.check_unchanged()
+        self._export.check_held()
+        self._export.prepare_names()
 
         def name(at: int, one: Sealed) -> None:
             file, own = one.file, self._uploads.get(at)
-            upload = own or self._site.target.join(file.path, one.token, write_id=one.write_id)
+            upload = own or self._context.target.join(file.path, one.token, write_id=one.write_id)
             upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, one.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
@@ -409,7 +358,7 @@ class Work:
 
         nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
         jobs = [partial(name, *one) for one in nameless.items()]
-        self._site.at_once("complete files", jobs)
+        self._context.at_once("complete files", jobs)
         return {at: one.file for at, one in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
@@ -427,6 +376,17 @@ class Work:
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
     def _seal(self, at: int, sealed: Sealed) -> None:
-        self._task.seal(at + 1, sealed)
+        self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._site.deadline.watch.advanced(file_count=1)
+        self._context.deadline.watch.advanced(file_count=1)
+
+
+def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
+    return StorageError(
+        f"The storage copied bytes [{copy.start}, {copy.start + copy.length}) of {shown}, which "
+        f"belong to {place.fqn}, wrongly: the source is sound, and the copy has another checksum.",
+        path=place.path,
+        rank=place.rank,
+        retryable=True,
+        next_step="Try again; if it happens again, report it to who runs the storage.",
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import INDEX_NAME, is_save_id
@@ -20,6 +20,17 @@ DOCUMENTS = ".ckpt-storage"
 NAMES_PATH = f"{DOCUMENTS}/names.json"
 HOLDER_PATH = f"{DOCUMENTS}/job.json"
 SINGLE_NAME = "model.safetensors"
+
+GUARD_NAME = "zz-export-under-way.safetensors"
+_GUARD_TEXT = (
+    b"Weight files in this folder are being replaced, or their writer died: export again.\n"
+)
+GUARD = len(_GUARD_TEXT).to_bytes(8, "little") + _GUARD_TEXT
+"""A file that no reader of safetensors takes: its header is no JSON.
+
+While it is there, readers that load every `*.safetensors` of a folder fail. Their patterns skip
+names that begin with a dot.
+"""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?\.safetensors")
@@ -55,95 +66,80 @@ def is_file_record(path: str) -> bool:
 
 def is_output_file(path: str) -> bool:
     """Return whether `path`, in an output folder, is that of a weight file or document of ours."""
-    return path == INDEX_NAME or is_weight_file(path) or _DOCUMENT.fullmatch(path) is not None
-
-
-def _to_json(value: object) -> object:
-    match value:
-        case FileRef():
-            return value.as_json()
-        case list() | tuple():
-            return list(map(_to_json, value))
-    return dict(value) if isinstance(value, Mapping) else value
+    is_named = path in {INDEX_NAME, GUARD_NAME} or is_weight_file(path)
+    return is_named or _DOCUMENT.fullmatch(path) is not None
 
 
 def _is_fingerprint(text: str) -> bool:
     return _FINGERPRINT.fullmatch(text) is not None
 
 
-def _are_parts(parts: list[Any]) -> bool:
+def _are_parts(parts: Sequence[Any]) -> bool:
     return all(isinstance(part, list) for part in parts)
 
 
-def _text(get: Fields, key: str) -> str:
-    return get.value(key, str, "")
+def _encode(kind: str, body: Mapping[str, object], stamp: Mapping[str, Any]) -> bytes:
+    return seal({"format": format_of(kind), **body, **stamp})
 
 
-_FROM_JSON: Mapping[str, Callable[[Fields, str], Any]] = {
-    "fingerprint": lambda get, key: get.value(key, str, ok=_is_fingerprint),
-    "save_id": lambda get, key: get.value(key, str, ok=is_save_id) if key in get else None,
-    "run_id": _text,
-    "source_format": _text,
-    "source": _text,
-    "index": lambda get, key: get.object(key).ref(),
-    "files": lambda get, key: tuple(one.ref() for one in get.objects(key)),
-    "ties": lambda get, key: {alias: str(name) for alias, name in get.value(key, dict).items()},
-    "file": lambda get, key: get.object(key).ref(),
-    "token": _text,
-    "write_id": _text,
-    "parts": lambda get, key: get.value(key, list, [], ok=_are_parts),
-}
+def _decode(data: bytes, path: str, kind: str, *keys: str) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a document, and its stamp: what it holds beside `keys`."""
+    fields = Fields.of(unseal(data, path=path), kind, path)
+    known = {"format", *keys}
+    return fields, {key: value for key, value in fields.body.items() if key not in known}
+
+
+def _fingerprint(fields: Fields) -> str:
+    return fields.value("fingerprint", str, ok=_is_fingerprint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
-    """A document whose keys are its fields; what else it says, such as who wrote it, is `stamp`."""
+class Names:
+    """Which content may use names without a suffix; `stamp` says who wrote the document, and when.
 
-    KIND: ClassVar[str]
+    The `stamp` of the other documents says the same. Every `decode` raises `IntegrityError` or
+    `FormatError` for a document that is damaged or of another kind.
+    """
+
+    fingerprint: str
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        values = {name: getattr(self, name) for name in self._keys()}
-        said = {name: _to_json(one) for name, one in values.items() if one not in ("", ())}
-        return seal({"format": format_of(self.KIND), **said, **self.stamp})
+        return _encode("names", {"fingerprint": self.fingerprint}, self.stamp)
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Self:
-        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
-        get = Fields.of(unseal(data, path=path), cls.KIND, path)
-        found = {name: _FROM_JSON[name](get, name) for name in cls._keys()}
-        known = {"format", *found}
-        found["stamp"] = {key: value for key, value in get.body.items() if key not in known}
-        return cls(**found)
-
-    @classmethod
-    def _keys(cls) -> list[str]:
-        return [one for one in cls.__annotations__ if one in _FROM_JSON]
+        """Return the document that `data` holds."""
+        fields, stamp = _decode(data, path, "names", "fingerprint")
+        return cls(fingerprint=_fingerprint(fields), stamp=stamp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names(_Document):
-    """Which content may use names without a suffix."""
-
-    KIND: ClassVar[str] = "names"
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder(_Document):
+class Holder:
     """The run that works in the folder now."""
 
-    KIND: ClassVar[str] = "holder"
     run_id: str
     fingerprint: str
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body = {"run_id": self.run_id, "fingerprint": self.fingerprint}
+        return _encode("holder", body, self.stamp)
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Self:
+        """Return the document that `data` holds."""
+        fields, stamp = _decode(data, path, "holder", "run_id", "fingerprint")
+        run_id = fields.value("run_id", str, "")
+        return cls(run_id=run_id, fingerprint=_fingerprint(fields), stamp=stamp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRecord(_Document):
-    """A complete export."""
+class ExportRecord:
+    """A complete export. `ties`: alias to target."""
 
-    KIND: ClassVar[str] = "export"
     fingerprint: str
     save_id: str | None
     source_format: str
@@ -151,22 +147,72 @@ class ExportRecord(_Document):
     files: Sequence[FileRef]
     index: FileRef
     ties: Mapping[str, str] = field(default_factory=dict)
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body = {
+            "fingerprint": self.fingerprint,
+            "save_id": self.save_id,
+            "source_format": self.source_format,
+            "source": self.source,
+            "files": [file.as_json() for file in self.files],
+            "index": self.index.as_json(),
+            "ties": dict(self.ties),
+        }
+        return _encode("export", body, self.stamp)
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Self:
+        """Return the document that `data` holds."""
+        keys = ("fingerprint", "save_id", "source_format", "source", "files", "index", "ties")
+        fields, stamp = _decode(data, path, "export", *keys)
+        has_save_id = "save_id" in fields and fields.body["save_id"] is not None
+        return cls(
+            fingerprint=_fingerprint(fields),
+            save_id=fields.value("save_id", str, ok=is_save_id) if has_save_id else None,
+            source_format=fields.value("source_format", str, ""),
+            source=fields.value("source", str, ""),
+            files=tuple(file.ref() for file in fields.objects("files")),
+            index=fields.object("index").ref(),
+            ties={alias: str(name) for alias, name in fields.value("ties", dict).items()},
+            stamp=stamp,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed(_Document):
+class Sealed:
     """A file of which every byte is durable; its record says of which output it is.
 
     With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
     has to be completed with.
     """
 
-    KIND: ClassVar[str] = "weight_file"
     fingerprint: str = ""
     file: FileRef
     token: str = ""
     write_id: str = ""
     parts: Sequence[Sequence[int | str | None]] = ()
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body: dict[str, object] = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        if self.token:
+            parts = [list(part) for part in self.parts]
+            body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
+        return _encode("weight_file", body, {})
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Self:
+        """Return the document that `data` holds."""
+        fields, _ = _decode(data, path, "weight_file")
+        return cls(
+            fingerprint=_fingerprint(fields),
+            file=fields.object("file").ref(),
+            token=fields.value("token", str, ""),
+            write_id=fields.value("write_id", str, ""),
+            parts=fields.value("parts", list, [], ok=_are_parts),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,6 @@ from ckpt_storage.errors import UnsafeContentError
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
 """What Hugging Face calls the map from tensors to weight files."""
-BLOCKER = (
-    b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
-    b'"still-being-written.safetensors"}}\n'
-)
-"""The index of a folder that is being filled: it names a tensor and a file that nobody writes.
-
-Readers that follow an index refuse it. A file that is there already would be loaded by some.
-"""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"

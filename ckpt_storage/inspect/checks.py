@@ -17,13 +17,14 @@ from ckpt_storage.format.documents import DAMAGED, FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
+    GUARD_NAME,
     NAMES_PATH,
     ExportRecord,
     IndexTag,
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
@@ -217,19 +218,20 @@ def _check_export(
     findings: Findings, folder: str, index: bytes | None, head: str | None
 ) -> ExportStatus | None:
     """Check an export by its index; None for one that is not ours or not complete."""
-    if index is None:
-        return None
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
+    if index is None:
+        if _is_guarded(store, folder):
+            findings.add(in_progress(f"{store.url}/{folder}".rstrip("/")))
+        return None
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
     with noting(path):
-        if index == BLOCKER:
-            raise in_progress(f"{store.url}/{folder}".rstrip("/"))
         if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
             what = "is damaged, or another program wrote it: it names no export of ours"
             raise _damage(path, what)
     if tag is None:
         return None
+    _check_names(findings, folder, tag)
     record_path = prefix + export_path(tag.fingerprint)
     with noting(record_path):
         found = slotlog.read_if_there(store, record_path)
@@ -253,6 +255,38 @@ def _check_export(
         file_count=len(files) or len(tag.names),
         size_bytes=sum(file.size_bytes for file in files),
     )
+
+
+def _is_guarded(store: Store, folder: str) -> bool:
+    try:
+        return slotlog.is_there(store, f"{folder}/{GUARD_NAME}".lstrip("/"))
+    except StorageError as error:
+        # As for an index.
+        if error.kind != "permission":
+            raise
+        return False
+
+
+def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
+    """Report weight files that an index does not name, and a guard that was not removed."""
+    store = findings.store
+    try:
+        names = {entry.path.rpartition("/")[2] for entry in store.list(folder, recursive=False)}
+    except StorageError as error:
+        if error.kind not in {"not-found", "permission"}:
+            raise
+        log.info("What lies beside the export %s cannot be told: %s", folder or ".", error)
+        return
+    if GUARD_NAME in names:
+        findings.add(in_progress(f"{store.url}/{folder}".rstrip("/")))
+        return
+    for name in sorted(names - tag.names):
+        if name.endswith(".safetensors"):
+            path = f"{folder}/{name}".lstrip("/")
+            what = f"{path} is a weight file that {INDEX_NAME} does not name; readers that load "
+            what += "every *.safetensors, or one name before others, take it for a part."
+            step = "Delete it, or move it to another folder."
+            findings.add(IntegrityError(what, path=path, offset=0, next_step=step))
 
 
 def _check_weights(findings: Findings, file: FileRef) -> None:

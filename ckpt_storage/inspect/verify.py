@@ -22,8 +22,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import DAMAGED, MOST_SLOT_BYTES, FileRef, unseal
+from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import INDEX_NAME, begun_path
+from ckpt_storage.format.names import begun_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
@@ -197,7 +198,7 @@ class _Check(Findings):
                 raise error from None
         except CheckpointInProgressError as error:
             # The check of exports notes the folder of one that is not complete.
-            if self.is_strict or not (error.path or "").endswith(INDEX_NAME):
+            if self.is_strict or not (error.path or "").endswith(GUARD_NAME):
                 raise
         if not self.is_strict and self.exports is None:
             self.exports = check_exports(self, self.save_id)

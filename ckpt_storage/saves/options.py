@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidate import ConsolidateJob
+from ckpt_storage.export.consolidate import ConsolidateSpec
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
@@ -117,7 +117,7 @@ class SaveOptions:
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
         return Location.of(url, self.storage_options)
 
-    def consolidation(self, source: Location) -> ConsolidateJob | None:
+    def consolidation(self, source: Location) -> ConsolidateSpec | None:
         """Return the consolidation that follows a save to `source`. Raises `InvalidInputError`."""
         chained = self.consolidate
         if chained is None or chained is False:
@@ -131,7 +131,7 @@ class SaveOptions:
                 next_step="Pass True, the URL of the output, or ConsolidateOptions.",
             )
         options = replace(options, page_cache=options.page_cache or self.page_cache)
-        job = ConsolidateJob.of(source, options)
+        job = ConsolidateSpec.of(source, options)
         return replace(job, timeouts=self.timeouts, retry=self.retry, progress=self.progress)
 
     def transfer(self, capabilities: Capabilities | None) -> TransferOptions:

@@ -28,7 +28,7 @@ from ckpt_storage.errors import (
     RankFailedError,
     StorageError,
 )
-from ckpt_storage.export.consolidate import ConsolidateJob, run_consolidate
+from ckpt_storage.export.consolidate import ConsolidateSpec, run_consolidate
 from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.options import (
     PageCache,
@@ -314,7 +314,7 @@ def unknown_outcome(reason: str, operation: Operation, session: SaveSession) -> 
 
 
 def _consolidated(
-    operation: Operation, job: ConsolidateJob, info: CheckpointInfo, *, in_background: bool
+    operation: Operation, job: ConsolidateSpec, info: CheckpointInfo, *, in_background: bool
 ) -> CheckpointInfo:
     """Consolidate the committed save. Raises `ConsolidationError` with `info`."""
     try:

@@ -20,8 +20,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import BLOCKER, DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
+from ckpt_storage.format.names import DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
@@ -219,15 +220,7 @@ def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -
     `FormatError`, `IntegrityError`.
     """
     sizes = {path: size_bytes for path, (size_bytes, _) in marks.of.items()}
-    weight_map = _read_index(store) if INDEX_NAME in sizes else None
-    weights = sorted(name for name in sizes if name.endswith(".safetensors"))
-    if weight_map is not None:
-        listed = sorted(set(weight_map.values()))
-        missing = [name for name in listed if name not in weights]
-        if missing:
-            what = f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing."
-            raise _damaged(what, missing[0])
-        weights = listed
+    weight_map, weights = _list_weights(store, sizes)
     sizes = {name: sizes[name] for name in weights}
     files = {
         name: ChunkPlace(path=name, fqn="", start=0, size_bytes=size_bytes, file_bytes=size_bytes)
@@ -287,6 +280,25 @@ def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -
     )
 
 
+def _list_weights(
+    store: Store, sizes: Mapping[str, int]
+) -> tuple[dict[str, str] | None, list[str]]:
+    """Return what the index says, None without one, and the weight files that count."""
+    weights = sorted(name for name in sizes if name.endswith(".safetensors"))
+    if INDEX_NAME not in sizes:
+        if GUARD_NAME in sizes:
+            raise in_progress(store.url)
+        return None, weights
+    weight_map = _read_index(store)
+    listed = sorted(set(weight_map.values()))
+    if missing := [name for name in listed if name not in weights]:
+        if GUARD_NAME in sizes:
+            raise in_progress(store.url)
+        what = f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing."
+        raise _damaged(what, missing[0])
+    return weight_map, listed
+
+
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     """Return the tensor that chunks make: as large as they reach, without a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
@@ -300,10 +312,10 @@ def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
 
 
 def in_progress(url: str) -> CheckpointInProgressError:
-    """Return the error that the weight files at `url` are not all there yet."""
+    """Return the error that weight files at `url` are being written or replaced."""
     return CheckpointInProgressError(
         f"{url} is still being written, or its writer died.",
-        path=f"{url}/{INDEX_NAME}",
+        path=f"{url}/{GUARD_NAME}",
         phase="load",
         next_step="Wait for the consolidation, conversion or copy, or call it again: it goes on.",
     )
@@ -311,8 +323,6 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 def _read_index(store: Store) -> dict[str, str]:
     data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
-    if data == BLOCKER:
-        raise in_progress(store.url)
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):

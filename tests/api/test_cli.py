@@ -253,6 +253,7 @@ def test_rm_shows_and_deletes_one_checkpoint_when_told(
     before = files_below(root)
     body = answer("rm", one)
     assert (body["is_dry_run"], body["is_deleted"], body["step"]) == (True, False, 1000)
+    assert body["exports"] == ["hf"]
     assert "would be deleted; --yes does it" in call("rm", one).stdout
     assert files_below(root) == before
     assert answer("rm", one, "--yes")["is_deleted"] is True
@@ -269,6 +270,12 @@ def test_rm_shows_and_deletes_one_checkpoint_when_told(
     shown = answer("rm", other)["save_id"]
     assert f"holds no save {shown}" in " ".join(refused("rm", other, "--yes").split())
     assert answer("show", other)["save_id"] != shown
+
+
+def test_names_in_errors_stay_as_they_are(tmp_path: Path) -> None:
+    """Only advice is put as it is typed here; what failed may be spelt like an option of Python."""
+    told = refused("show", tmp_path / "overwrite=True" / "include=x")
+    assert f"{tmp_path}/overwrite=True/include=x" in told
 
 
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:

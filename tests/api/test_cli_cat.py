@@ -14,8 +14,10 @@ from cli_tools import call
 from copy_cases import flip
 from dcp_cases import raw_bytes, seeded
 
-from ckpt_storage import save
+from ckpt_storage import open_checkpoint, save
 from ckpt_storage.cli.options import parse_slice
+from ckpt_storage.cli.values import _pieces
+from ckpt_storage.inspect.lazy_tensor import select
 
 STATE: dict[str, Any] = {
     "long": seeded(1, 5000, 3),
@@ -78,6 +80,17 @@ def test_files_have_the_elements_in_numpys_order(
         with np.errstate(invalid="ignore"):  # numpy 1 compares complex NaN so
             np.testing.assert_array_equal(found, array)
         monkeypatch.setattr(PIECES_HELD, (256 << 20) // 100)
+
+
+@pytest.mark.parametrize("index", ["::-1", "::-2,...,::-1", "1,::-1,..."])
+def test_no_more_than_a_piece_is_read_at_a_time(url: Path, index: str) -> None:
+    """Also of elements that are asked for in another order than they are stored in."""
+    array = STATE["deep"].numpy()
+    with open_checkpoint(url) as checkpoint:
+        wanted = parse_slice(index)
+        pieces = list(_pieces(checkpoint["deep"], select(wanted, array.shape), 256))
+    assert max(map(len, pieces)) <= 256
+    assert b"".join(pieces) == np.ascontiguousarray(array[wanted]).tobytes()
 
 
 def test_types_that_numpy_lacks_and_single_elements_are_printed(url: Path) -> None:

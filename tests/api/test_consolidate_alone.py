@@ -18,11 +18,18 @@ from fault_tools import Opener
 import ckpt_storage
 import ckpt_storage.export.output
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
-from ckpt_storage.export.consolidate import ConsolidateJob, consolidate, run_consolidate
+from ckpt_storage.errors import (
+    CheckpointExistsError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
+    StorageError,
+)
+from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -46,17 +53,17 @@ def test_tensors_are_cast_on_the_way(tmp_path: Path) -> None:
 def test_the_storage_copies_unless_it_refuses(
     monkeypatch: pytest.MonkeyPatch, *, refuses: bool
 ) -> None:
-    """A storage that turns out not to copy costs a refusal, no failure."""
+    """A storage that turns out not to copy whole files costs a refusal, no failure."""
     rule = Rule(action="error", operation="copy_part", kind="unsupported", hit_count=None)
     rules = [rule] if refuses else []
     url = f"memory://{uuid.uuid4().hex}/run"
     ckpt_storage.save(STATE, url)
     opener = Opener(lambda _, backend: FaultBackend(backend, rules))
     monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
-    report = consolidate(url)
+    report = ckpt_storage.copy(url, f"{url}-copy")
     assert (report.copied_bytes == 0) == refuses
     assert report.sent_bytes + report.copied_bytes == report.total_bytes
-    assert ckpt_storage.verify(url).ok
+    assert ckpt_storage.verify(report.url).ok
 
 
 def test_a_storage_that_wants_parts_in_order_gets_them_so(
@@ -138,13 +145,13 @@ def test_only_what_is_not_sound_is_made_again(tmp_path: Path) -> None:
     assert files_in(folder).keys() == before.keys()
     check(files_in(folder), model(1)["model"])
     report = consolidate(tmp_path / "run", max_file_bytes=8_000)
-    assert (report.read_bytes, report.sent_bytes, report.copied_bytes) == (0, 0, 0)
+    assert (report.read_bytes, report.sent_bytes) == (0, 0)
     assert len(report.resumed) == len(report.files) == 4
     assert (folder / four).stat().st_mtime_ns == time_ns
 
 
 def test_another_content_replaces_an_export(tmp_path: Path) -> None:
-    """Another save, dtype, cut or naming goes elsewhere, back again too; old files are deleted."""
+    """Another save, dtype, cut or naming replaces a single file; old files are deleted."""
     url = tmp_path / "run"
     ckpt_storage.save(model(1), url)
     first = consolidate(url)
@@ -153,12 +160,14 @@ def test_another_content_replaces_an_export(tmp_path: Path) -> None:
     files = files_in(url / "hf")
     check(files, model(2)["model"])
     check_report(second, files)
-    assert [file.name for file in first.files] == ["model.safetensors"] == list(second.removed)
-    (name,) = [file.name for file in second.files]
-    assert name == f"model-00001-of-00001-{second.fingerprint[:8]}.safetensors"
+    name = "model.safetensors"
+    assert [file.name for file in (*first.files, *second.files)] == [name, name]
+    assert not second.removed
     assert json.loads(files[INDEX])["metadata"]["save_id"] == second.save_id
     cast = consolidate(url, dtype=torch.bfloat16, max_file_bytes=10_000)
     assert list(cast.removed) == [name]
+    tail = f"{cast.fingerprint[:8]}.safetensors"
+    assert all(file.name.endswith(tail) for file in cast.files)
     check(files_in(url / "hf"), {name: one.bfloat16() for name, one in model(2)["model"].items()})
     assert [file.name for file in consolidate(url).files] == [name]
     weights = model(2)["model"]
@@ -204,7 +213,7 @@ def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
     first = ckpt_storage.save(model(1), tmp_path / "run")
     ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
     source = Location.of(tmp_path / "run")
-    job = ConsolidateJob(source=source, target=source.child("hf"), slot=first.slot)
+    job = ConsolidateSpec(source=source, target=source.child("hf"), slot=first.slot)
     with RankGroup.alone().operation("the test", timeouts=Timeouts()) as operation:
         operation.meet(job.terms())
         assert run_consolidate(operation, job).save_id == first.save_id
@@ -261,3 +270,63 @@ def test_an_export_is_verified_by_its_own_url(url: Path, tmp_path: Path) -> None
     report = ckpt_storage.verify(url)
     assert report.ok
     assert not report.exports
+
+
+def test_an_export_that_takes_long_goes_on_while_bytes_move(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the whole takes: the limit is of standing still."""
+    now_s = 0.0
+
+    def wait(_event: object) -> None:
+        nonlocal now_s
+        now_s += 10
+
+    defaults: Any = Stalling.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", lambda: now_s)
+    consolidate(url, tmp_path / "out", max_file_bytes=8_000, timeout=17, progress=wait)
+    assert now_s > 34
+
+
+def test_an_export_that_stands_still_ends_with_a_documented_error(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that hangs is a `PhaseTimeoutError` of the phase, no error of a thread."""
+    rule = Rule(action="hang", operation="put_part", hit_count=None)
+    hanging: list[FaultBackend] = []
+
+    def wrap(place: Location, backend: Any) -> Any:
+        if not place.path.endswith("out"):
+            return backend
+        hanging.append(FaultBackend(backend, [rule]))
+        return hanging[-1]
+
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", Opener(wrap))
+    try:
+        with pytest.raises(PhaseTimeoutError, match="has not moved for") as caught:
+            consolidate(url, tmp_path / "out", timeout=Timeouts(consolidate=0.5))
+    finally:
+        for backend in hanging:
+            backend.script.release()
+    assert (type(caught.value), caught.value.phase) == (PhaseTimeoutError, "consolidate")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_without_the_right_to_delete_nothing_is_changed(
+    url: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
+) -> None:
+    """What could not be replaced whole is refused before, with the right that is missing."""
+    output = tmp_path / "out"
+    if not is_first:
+        consolidate(url, output)
+    before = files_in(output)
+    rule = Rule(action="error", operation="delete", kind="permission", hit_count=None)
+    opener = Opener(
+        lambda place, inner: FaultBackend(inner, [rule] if place.path.endswith("out") else [])
+    )
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
+    with pytest.raises(StorageError, match="right to delete") as caught:
+        consolidate(url, output, max_file_bytes=8_000)
+    assert caught.value.kind == "permission"
+    after = {name: data for name, data in files_in(output).items() if "probe" not in name}
+    assert after == before

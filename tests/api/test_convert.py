@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils import serialization
 
 from ckpt_storage import errors, verify
-from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
+from ckpt_storage.export.conversion import FORMATS, TargetFormat
+from ckpt_storage.export.convert import convert
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store
@@ -506,3 +507,17 @@ def test_a_conversion_that_takes_long_goes_on_while_bytes_move(
     given: dict[str, Any] = {"max_file_bytes": 20_000, "timeout": 17}
     convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", progress=wait, **given)
     assert now_s > 34
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_shards_of_what_is_overwritten_do_not_stay(tmp_path: Path, to: TargetFormat) -> None:
+    """Of a checkpoint of stock DCP that is replaced no file is left over."""
+    state = {f"t{number}": seeded(number, 5000) for number in range(4)}
+    save(state, tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", to="dcp", max_file_bytes=20_000)
+    assert len(list((tmp_path / "dst").glob("*.distcp"))) == 4
+    if to == "dcp":
+        convert(tmp_path / "src", tmp_path / "dst", to=to, overwrite=True, include="t0")
+    else:
+        convert(tmp_path / "src", tmp_path / "dst", to=to, overwrite=True)
+    assert len(list((tmp_path / "dst").glob("*.distcp"))) == (to == "dcp")

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 import ckpt_storage.export.output
 from ckpt_storage import errors, open_checkpoint
-from ckpt_storage.export.convert import ConvertReport, TargetFormat, convert
+from ckpt_storage.export.conversion import ConvertReport, TargetFormat
+from ckpt_storage.export.convert import convert
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
@@ -54,7 +55,7 @@ def test_what_cannot_be_converted_leaves_the_target_alone(
         ("commit.attempt.take_slot", errors.CommitUnknownError("", save_id="s", slot=1), True),
         ("commit.attempt.take_slot", KeyboardInterrupt(), True),
         ("commit.publishing.publish_head", KeyboardInterrupt(), True),
-        ("export.convert.ConvertReport", KeyboardInterrupt(), True),
+        ("export.conversion.ConvertReport", KeyboardInterrupt(), True),
     ],
 )
 def test_files_stay_if_and_only_if_a_commit_may_name_them(

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.cleaning import delete, delete_attempt
-from ckpt_storage.export import plan as export_plan
 from ckpt_storage.export.output import place_within
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB
@@ -235,7 +234,7 @@ def test_within_a_bucket_the_storage_copies(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte travels, in one part or many, but to another bucket; checksums tell of damage."""
-    monkeypatch.setattr(export_plan, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
     cases.save(state, "s3://bkt/run", storage_options=options)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import signal
 import struct
 import subprocess
@@ -143,3 +144,28 @@ def test_shells_complete() -> None:
         assert any(line.startswith(expected) for line in result.stdout.splitlines()), result.stdout
     script = process(env={"_CKPT_STORAGE_COMPLETE": "zsh_source"})
     assert "ckpt-storage" in script.stdout
+
+
+@pytest.mark.parametrize("stream", ["0<&-", ">&-", "2>&-", "2>/dev/full", ">&- 2>&- 0<&-"])
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_stream_that_takes_nothing_changes_no_exit_code(
+    last: Path, tmp_path: Path, stream: str, *, is_sound: bool
+) -> None:
+    """A sound checkpoint is 0 and a damaged one 1, whichever standard streams are closed."""
+    folder = Path(shutil.copytree(last, tmp_path / "run"))
+    if not is_sound:
+        (shard,) = folder.glob("saves/*/*.distcp")
+        shard.write_bytes(shard.read_bytes()[:-1])
+    line = f"exec {sys.executable} -m ckpt_storage verify {folder} {stream}"
+    assert subprocess.run(["/bin/sh", "-c", line], check=False).returncode == (0 if is_sound else 1)
+
+
+@pytest.mark.parametrize("command", ["verify", "ls", "--help"])
+def test_a_full_standard_output_is_told(last: Path, command: str) -> None:
+    """What could not be printed is an error of its own: exit code 2, in one line."""
+    where = {"verify": last, "ls": last.parent, "--help": ""}[command]
+    line = f"exec {sys.executable} -m ckpt_storage {command} {where} >/dev/full"
+    result = subprocess.run(["/bin/sh", "-c", line], check=False, capture_output=True, text=True)
+    assert result.returncode == 2
+    told = "ckpt-storage: standard output cannot be written: No space left on device."
+    assert result.stderr.splitlines() == [told]

@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor, Shard
 import ckpt_storage
 from ckpt_storage import AsyncSaver, ConsolidateOptions, SaveState, errors
 from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.export.convert import TargetFormat, convert
+from ckpt_storage.export.conversion import TargetFormat
+from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
 from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.options import ProgressEvent, Timeouts

@@ -76,7 +76,7 @@ def big_model() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_s3_copies_within_itself(ranks: RankPool, s3_root: Running, world_size: int) -> None:
-    """Whole tensors are copied by S3, whose checksums tell damage without reading anything."""
+    """Parts that lie within one tensor are copied by S3, whose checksums tell damage."""
     url, options = s3_root.url, dict(s3_root.storage_options)
     ckpt_storage.save(big_model(), url, storage_options=options)
     given = {"storage_options": options}
@@ -84,8 +84,9 @@ def test_s3_copies_within_itself(ranks: RankPool, s3_root: Running, world_size: 
     files = files_at(f"{url}/hf", options)
     check(files, big_model())
     check_report(report, files)
-    assert report.copied_bytes > 0.6 * report.total_bytes
+    assert report.copied_bytes > 0.3 * report.total_bytes
     assert report.sent_bytes + report.copied_bytes == report.total_bytes
+    assert report.read_bytes < 1.1 * report.sent_bytes + MIB
     store = open_store(url, storage_options=options)
     (shard,) = [one.path for one in store.list("saves") if one.path.endswith(".distcp")]
     data = store.get(shard).data

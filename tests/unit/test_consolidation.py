@@ -28,15 +28,13 @@ import ckpt_storage
 from ckpt_storage import ConsolidateOptions, ConsolidationReport, InvalidInputError, consolidate
 from ckpt_storage.export.layout import lay_out_model
 from ckpt_storage.export.options import parse_bytes
-from ckpt_storage.export.plan import Part, Plan, Region, cut_region, divide, number_unit_bytes, plan
+from ckpt_storage.export.plan import Plan, divide, plan
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
 from ckpt_storage.store.backend import Capabilities
-from ckpt_storage.transfer.chunks import ChunkPlace
 
 QUICK = settings(max_examples=100, deadline=None)
-BLOCK_BYTES = 1024
 SHARED = Capabilities(kind="s3", tokens_travel=True, parallel_parts=True)
 """Of a storage that several processes may write one file of."""
 
@@ -162,11 +160,23 @@ def test_regions_cover_files_with_lawful_parts_and_balance(draws: st.DataObject)
     regions = divide(dict(enumerate(sizes)), world_size, able, part_bytes)
     loads = [0] * world_size
     at = [0] * len(sizes)
+    lengths: dict[int, int] = {}
     for region in regions:
         assert region.start == at[region.file] < region.stop
         assert region.start % math.lcm(multiple, 64) == 0
         least = max(min_part_bytes, -(-region.file_bytes // (max_part_count or region.file_bytes)))
         assert region.stop == region.file_bytes or region.size_bytes >= least
+        # Numbered by their offsets, all parts of a file but the last have one length.
+        *whole, (start, stop) = region.parts
+        assert {(stop - start, start % region.part_bytes) for start, stop in whole} <= {
+            (region.part_bytes, 0)
+        }
+        is_last = stop == region.file_bytes
+        assert start % region.part_bytes == 0
+        assert stop - start == region.part_bytes or (is_last and stop > start)
+        assert region.part_bytes == lengths.setdefault(region.file, region.part_bytes)
+        assert region.part_bytes >= least
+        assert (region.file_bytes - 1) // region.part_bytes < (max_part_count or region.file_bytes)
         at[region.file] = region.stop
         loads[region.owner] += region.size_bytes
     assert at == sizes
@@ -176,58 +186,6 @@ def test_regions_cover_files_with_lawful_parts_and_balance(draws: st.DataObject)
     unit = max(math.lcm(multiple, 64), *least_parts)
     if mean >= 40 * unit:
         assert max(loads) <= 1.05 * mean
-
-
-@QUICK
-@given(st.data())
-def test_every_cut_of_a_region_is_legal(draws: st.DataObject) -> None:
-    """Parts follow one another, none is too short or numbered twice, copies end at block edges."""
-    least = draws.draw(st.sampled_from([1, 5 * MIB]))
-    count = draws.draw(st.sampled_from([None, 9000]))
-    tail_bytes = draws.draw(st.none() | st.integers(0, 8 * MIB - 1))
-    gaps = st.sampled_from([0, 64, MIB, 7 * MIB])
-    before = st.integers(0, 3 * BLOCK_BYTES // 8)
-    run = st.tuples(st.integers(1, 800 * MIB), before, before, gaps)
-    able = replace(
-        SHARED,
-        min_part_bytes=least,
-        max_part_count=count,
-        copy_min_bytes=least,
-        copy_max_bytes=5 * 1024 * MIB,
-    )
-    part = 8 * MIB
-    start = draws.draw(st.integers(0, 3)) * part
-    stop = start + draws.draw(st.integers(1, 100)) * part + (tail_bytes or 0)
-    file_bytes = stop + (part if tail_bytes is None else 0)
-    region = Region(file=0, start=start, stop=stop, owner=0, file_bytes=file_bytes)
-    runs = []
-    at = start + 8 * draws.draw(st.integers(0, 200))
-    for wanted, before_8, behind_8, gap in draws.draw(st.lists(run, max_size=8)):
-        size = min(stop - at, wanted)
-        if size <= 0:
-            break
-        offset, payload_bytes = 8 * before_8, 8 * before_8 + size + 8 * behind_8
-        place = ChunkPlace(
-            path="p", fqn="f", start=0, size_bytes=payload_bytes, block_bytes=BLOCK_BYTES
-        )
-        runs.append(Part(start=at, stop=at + size, place=place, shift=at - offset))
-        at += size + gap
-    cut = cut_region(region, runs, able, stream_bytes=part)
-    assert [p.start for p in cut] == [region.start, *(p.stop for p in cut[:-1])]
-    assert cut[-1].stop == region.stop
-    unit = number_unit_bytes(able, region.file_bytes)
-    for p in cut:
-        assert p.stop == region.file_bytes or p.stop - p.start >= unit
-        if p.place is None:
-            assert p.size_bytes <= max(part, 2 * unit) + 64
-        else:
-            source_stop = p.stop - p.shift
-            assert (p.start - p.shift) % BLOCK_BYTES == 0
-            assert source_stop % BLOCK_BYTES == 0 or source_stop == p.place.size_bytes
-            assert p.size_bytes <= 512 * MIB
-    numbers = [p.start // unit for p in cut]
-    assert len(set(numbers)) == len(numbers)
-    assert count is None or max(numbers) <= count
 
 
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
@@ -351,6 +309,52 @@ def test_only_containers_are_judged_by_their_keys(state: dict[str, Any], names: 
     assert list(chosen(state)[0]) == names
 
 
+def test_flat_names_are_judged_as_nested_ones_are() -> None:
+    """Dotted names of optimizer and random state go out neither as paths nor as strings."""
+    state = {"decoder.w": W, "optimizer.state.exp_avg.decoder.w": W, "rng_state": W}
+    out, report = chosen(state)
+    assert out == {"decoder.w": "decoder.w"}
+    assert {skip.fqn: skip.reason for skip in report.skipped} == {
+        "optimizer.state.exp_avg.decoder.w": "optimizer",
+        "rng_state": "training state",
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "dropped"),
+    [
+        ({"model": {"module.a": W, "module.l.b": W}}, ("model.module.",)),
+        ({"module.a": W, "module.l.b": W}, ("module.",)),
+        ({"_orig_mod.a": W, "_orig_mod.l.b": W}, ("_orig_mod.",)),
+        ({"module._orig_mod.a": W, "module._orig_mod.l.b": W}, ("_orig_mod.", "module.")),
+        ({"a": W, "l._orig_mod.b": W}, ("_orig_mod.",)),
+        ({"a": W, "l.b": W}, ()),
+    ],
+)
+def test_marks_of_wrappers_are_taken_off_and_reported(
+    state: dict[str, Any], dropped: tuple[str, ...]
+) -> None:
+    """Names are those of the bare module, however it was wrapped when it was saved."""
+    out, report = chosen(state)
+    assert list(out) == ["a", "l.b"]
+    assert report.dropped_prefixes == dropped
+
+
+def test_a_module_named_module_keeps_its_name() -> None:
+    """A prefix that not all names have is no mark of a wrapper."""
+    out, report = chosen({"module.a": W, "head": W})
+    assert list(out) == ["head", "module.a"]
+    assert report.dropped_prefixes == ()
+
+
+def test_dtypes_are_chosen_by_pattern() -> None:
+    """The first pattern that matches a name or an FQN counts; what none matches stays as it is."""
+    state = {"model": {"l.router.w": W.double(), "l.w": W.double(), "head": W.double()}}
+    files, _ = export(state, dtype={"*.router.*": "float32", "model.l.*": torch.bfloat16})
+    kinds = {name: dtype for name, (dtype, _, _) in tensors_of(files).items()}
+    assert kinds == {"l.router.w": "F32", "l.w": "BF16", "head": "F64"}
+
+
 def test_without_paths_names_stay_whole(tmp_path: Path) -> None:
     """Where the nesting is not known, nothing is taken off; optimizer state is still left out."""
     names = ["model.a", "model.b", "optimizer.state.a"]
@@ -457,6 +461,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         ({"tied": {"head": "nope"}}, r"maps 'model.head' to 'model.nope', which is no tensor"),
         ({"tied": {"head": "odd"}}, r"float32, \[4, 2\]\) to model.odd \(int8, \[3\]\)"),
         ({"tied": {"head": "layers.0.w", "layers.0.w": "head"}}, r"is tied itself"),
+        ({"dtype": {"*.nothing": "float32"}}, r"dtype names .*matches no tensor"),
         ({"include": "bad.*"}, r"bad.0 has dtype complex128.*exclude=\['bad.0'\]"),
     ],
 )

@@ -1,0 +1,207 @@
+"""One conversion on one rank: what is read, and the values that go over; targets derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from ckpt_storage import errors
+from ckpt_storage.commit.slotlog import is_there, stat_if_there
+from ckpt_storage.format import names
+from ckpt_storage.source.filemarks import changed, told_from_damage
+from ckpt_storage.source.model import value_keys
+from ckpt_storage.store.backend import ObjectInfo
+
+from . import layout
+from .layout import Files, Shards
+from .options import (
+    Selection,
+    digest,
+)
+from .output import Export, ExportSpec, SourceVersion, WriteSummary, place_within
+from .plan import Fixed, Segment, Stored, elements_of
+from .select import Selected, select
+
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What `convert` did; both URLs are without credentials.
+
+    source_format, format: of what was read and of what was written. save_id: of the checkpoint
+    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
+    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
+    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    """
+
+    source_url: str
+    source_format: str
+    url: str
+    format: TargetFormat
+    save_id: str | None
+    kept_count: int
+    tensor_count: int
+    blob_count: int
+    total_bytes: int
+    dropped: Sequence[str]
+    excluded: Sequence[str]
+    seconds: float
+
+
+FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+
+_LAYOUT = 2
+"""Changes with how values are laid out in files: those of another release are not gone on with."""
+
+_KEYS_AT_ONCE = 4096
+"""Of stock DCP's items the heads are read to find their values: some kilobytes each."""
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def onto_itself(url: str) -> errors.InvalidInputError:
+    """Return the error that the target is the source."""
+    what = f"{url} would be converted onto itself, or into its own files."
+    return errors.InvalidInputError(what, next_step="Give another place for the result.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertSpec(ExportSpec):
+    """What is converted; both URLs are those that were given, which may be of files."""
+
+    source_file: str
+    source_url: str
+    target_file: str
+    target_url: str
+    to: TargetFormat
+    include: Selection | None
+    exclude: Selection | None
+    drops: bool
+    max_file_bytes: int
+    unsafe_pickle: bool
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        own = ("to", "max_file_bytes", "include", "exclude")
+        options = {name: digest(getattr(self, name)) for name in own}
+        return {**ExportSpec.terms(self), "the file": self.target_url, **options}
+
+
+class Conversion(Export[ConvertReport]):
+    """One conversion on one rank; each target adds where the files go."""
+
+    spec: ConvertSpec
+    shards: Shards
+    new_id: str | None = None
+
+    def find(self) -> SourceVersion:
+        """Open a checkpoint, or a file; nothing may be missing of it."""
+        context, spec, file = self.context, self.spec, self.spec.source_file
+        if file:
+            at = context.source.stat(file)
+            self.watch = partial(self._check_file, at)
+            state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
+            found = SourceVersion(state=state or names.new_write_id())
+            self.open(found)
+        else:
+            found = super().find()
+        if self.source.format == spec.to:
+            what = f"{spec.source_url} is of the format {spec.to} already."
+            raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
+        chosen = self.chosen
+        self._check_elsewhere()
+        with told_from_damage(self.check_unchanged):
+            # A source of which something is missing leaves the target as it was.
+            keys = iter(value_keys(chosen.tensors, chosen.blobs))
+            while part := list(islice(keys, _KEYS_AT_ONCE)):
+                self.source.places(part)
+        return found
+
+    def _check_file(self, before: ObjectInfo) -> None:
+        now = stat_if_there(self.context.source, self.spec.source_file)
+        if now != before:
+            what = "was written again" if now else "is gone"
+            raise changed(self.context.source.url, self.spec.source_file, what)
+
+    def open(self, found: SourceVersion) -> None:
+        """Open a checkpoint, or a file."""
+        spec = self.spec
+        if not spec.source_file:
+            super().open(found)
+            return
+        from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
+
+        self.source = open_torch_file(
+            self.context.source, spec.source_file, unsafe_pickle=spec.unsafe_pickle
+        )
+
+    def _check_elsewhere(self) -> None:
+        """Refuse a target that would replace files of the source; the storages are asked."""
+        context, name = self.context, self.spec.target_file
+        # A file of torch is none that a folder of another format gets.
+        if self.spec.source_file or (name and not is_there(context.target, name)):
+            return
+        within = place_within(context.source, context.target)
+        if within is None:
+            return
+        places = self.source.places(value_keys(self.source.tensors, self.source.blobs))
+        own = {names.STOCK_METADATA, names.INDEX_NAME, *(place.path for place in places)}
+        path = f"{within}/{name}".strip("/")
+        if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
+            raise onto_itself(self.spec.source_url)
+
+    @cached_property
+    def chosen(self) -> Selected:
+        """The values that go over."""
+        one = self.spec
+        return select(self.source, one.include, one.exclude, to=one.to, drops=one.drops)
+
+    def content(self) -> object:
+        """Return what stands for the values, and how they are laid out."""
+        one, state = self.spec, self.found.state if self.save_id is None else self.save_id
+        return [_LAYOUT, one.source_url, state, one.to, one.max_file_bytes]
+
+    def stored_blobs(self) -> list[Stored]:
+        """Return the objects as they are stored."""
+        places = self.source.places([(fqn, None) for fqn in self.chosen.blobs])
+        return [Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of all tensors that go over."""
+        return sum(elements_of(*one).size_bytes for one in self.chosen.tensors.items())
+
+    def shards_of(self, block_bytes: int | None = None) -> Files:
+        """Return DCP's files with all values; objects are in them as `torch.save` has them."""
+        blobs: Mapping[str, Segment]
+        if self.spec.source_file:
+            source: Any = self.source
+            blobs = {fqn: Fixed(source.pickled(fqn)) for fqn in self.chosen.blobs}
+        else:
+            blobs = {one.fqn: one for one in self.stored_blobs()}
+        tensors, most_bytes = self.chosen.tensors, self.spec.max_file_bytes
+        files, self.shards = layout.lay_out_shards(tensors, blobs, most_bytes, block_bytes)
+        return files
+
+    def report(self, made: WriteSummary, seconds: float) -> ConvertReport:
+        """Say what was converted."""
+        spec, chosen = self.spec, self.chosen
+        return ConvertReport(
+            source_url=spec.source_url,
+            source_format=self.source.format,
+            url=spec.target_url,
+            format=spec.to,
+            save_id=self.new_id,
+            kept_count=len(made.kept),
+            tensor_count=len(chosen.tensors),
+            blob_count=len(chosen.blobs),
+            total_bytes=self.tensor_bytes,
+            dropped=tuple(sorted(chosen.dropped)),
+            excluded=tuple(sorted(chosen.excluded)),
+            seconds=seconds,
+        )

@@ -1,0 +1,93 @@
+"""Files beside the weights of an export: those that the checkpoint holds, and those of a caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from functools import partial
+
+from ckpt_storage.errors import InvalidInputError, UnsafeContentError
+from ckpt_storage.format.exports import DOCUMENTS
+from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, checked_path, path_flaw
+from ckpt_storage.source.model import Source
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.transfer.ranges import RangeReader
+
+from .options import ExtraFiles, split_file
+from .output import ExportContext
+from .plan import OutFile, elements_of
+from .reads import SegmentReader
+from .select import FILES_PREFIX
+
+
+def read_extra_files(
+    context: ExportContext, source: Source, fqns: Collection[str], given: ExtraFiles | None
+) -> dict[str, bytes]:
+    """Return the content of all files by name; what a caller gives comes before entries.
+
+    Raises `UnsafeContentError` for an entry whose name leads out of the folder, or is one that the
+    export uses itself, and what reading raises.
+    """
+    files: dict[str, bytes] = {}
+    for fqn in sorted(fqns):
+        name = checked_path(fqn.removeprefix(FILES_PREFIX), where=fqn)
+        if flaw := name_flaw(name):
+            what = f"{fqn} is no file of an export: {flaw}."
+            step = f"Leave it out with exclude=[{fqn!r}]."
+            raise UnsafeContentError(what, path=name, next_step=step)
+        files[name] = _entry(context, source, fqn)
+    for name, content in named_files(given).items():
+        files[name] = content if isinstance(content, bytes) else _read(context, content)
+    return files
+
+
+def named_files(given: ExtraFiles | None) -> dict[str, bytes | str | os.PathLike[str]]:
+    """Return what a caller gives by the name in the export. Raises `InvalidInputError`."""
+    if given is None:
+        return {}
+    files: dict[str, bytes | str | os.PathLike[str]]
+    if isinstance(given, Mapping):
+        files = dict(given)
+    else:
+        paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+        files = {os.fspath(path).rstrip("/").rpartition("/")[2]: path for path in paths}
+    for name in files:
+        if flaw := name_flaw(name):
+            step = "Give names of files beside the weights, such as config.json."
+            raise InvalidInputError(f"extra_files names {name!r:.80}: {flaw}.", next_step=step)
+    return files
+
+
+def name_flaw(name: str) -> str | None:
+    """Return why a file beside weights may not have a name, None if it may."""
+    if flaw := path_flaw(name):
+        return flaw
+    is_own = name == INDEX_NAME or name.lower().endswith(".safetensors")
+    if is_own or name.startswith((f"{DOCUMENTS}/", PROBE_PREFIX)) or name == DOCUMENTS:
+        return "an export names its own files so"
+    return None
+
+
+def _entry(context: ExportContext, source: Source, fqn: str) -> bytes:
+    file = OutFile(name=fqn, segments=[elements_of(fqn, source.tensors[fqn])])
+    size, limit_bytes = file.size_bytes, context.options.memory_limit_bytes
+    if size > limit_bytes:
+        raise InvalidInputError(
+            f"{fqn} has {size} bytes; memory_limit_bytes is {limit_bytes}.",
+            next_step=f"Raise memory_limit_bytes, or leave it out with exclude=[{fqn!r}].",
+        )
+    window = memoryview(bytearray(size))
+    if size:
+        reader = SegmentReader([file], source, RangeReader(context.source, context.options))
+        reader.prepare(0, 0, size)
+        reader.fill(0, 0, size, window)
+    return window.tobytes()
+
+
+def _read(context: ExportContext, path: str | os.PathLike[str]) -> bytes:
+    folder, name = split_file(Location.of(path))
+    opened = partial(open_store, timeouts=context.spec.timeouts, retry=context.spec.retry)
+    with closing(opened(folder)) as store:
+        limit_bytes = context.options.memory_limit_bytes
+        return store.bounded(context.deadline).get(name, max_bytes=limit_bytes).data

@@ -1,0 +1,190 @@
+"""The steps of an export on all ranks: agree on a plan, write the files, publish them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.options import Phase, Timeouts
+from ckpt_storage.progress import reporting
+from ckpt_storage.source.filemarks import told_from_damage
+from ckpt_storage.store.deadline import NEVER_S, stalling_deadline
+
+from .output import (
+    Export,
+    ExportContext,
+    ExportSpec,
+    ResumeState,
+    SourceVersion,
+    WriteSummary,
+    probed,
+)
+from .plan import plan
+from .write import FileWriter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+R = TypeVar("R")
+
+ExportFactory = Callable[[ExportContext, SourceVersion | None], Export[R]]
+"""Makes the export of a rank, as its constructor does."""
+
+
+def run(operation: Operation, spec: ExportSpec, make_export: ExportFactory[R]) -> R:
+    """Make one output; all ranks call it within one operation, after they have met.
+
+    On return it is published. After an error what was there before counts, or, if it happened at
+    the last write, this output.
+    """
+
+    def begin(phase: Phase, total_bytes: int = 0) -> None:
+        if phase == "plan":
+            context.begin(operation.phase(phase, total_bytes=total_bytes))
+            return
+        # As long as bytes move.
+        operation.phase(phase, NEVER_S, total_bytes=total_bytes)
+        limit_s: float = getattr(spec.timeouts, phase)
+        context.begin(stalling_deadline(phase, limit_s, operation.what, beside=operation))
+
+    start_s = time.monotonic()
+    context = ExportContext(spec)
+    try:
+        begin(spec.first_phase(is_alone=operation.world_size == 1))
+        with context.deadline.governs(operation.what):
+            export, taken = _agree(operation, context, make_export)
+        own_bytes = sum(region.size_bytes for region in export.plan.regions_of(operation.rank))
+        begin(spec.phase, own_bytes)
+        export.source.store = context.source
+        with context.deadline.governs(operation.what):
+            made = _made(operation, export, taken, own_bytes)
+            report = None
+            if operation.is_coordinator:
+                report = export.report(made, time.monotonic() - start_s)
+            # On others it is None until the coordinator's has come.
+            return cast("R", operation.broadcast(report))
+    finally:
+        context.close()
+
+
+def _made(
+    operation: Operation, export: Export[R], taken: ResumeState, own_bytes: int
+) -> WriteSummary:
+    """Make the files, and publish them on the coordinator."""
+    own_bytes += export.stream_bytes if operation.is_coordinator else 0
+    try:
+        with (
+            reporting(
+                export.spec.progress if own_bytes else None,
+                phase=export.spec.phase,
+                rank=operation.rank,
+                total_bytes=own_bytes,
+                save_id=export.save_id,
+                with_bar=operation.is_coordinator,
+            ) as export.on_bytes,
+            told_from_damage(export.check_unchanged),
+        ):
+            made = FileWriter(operation, export, taken).make()
+            if operation.is_coordinator:
+                export.publish(made)
+            return made
+    except BaseException as error:
+        if operation.is_coordinator:
+            export.give_up(error)
+        raise
+
+
+def _agree(
+    operation: Operation, context: ExportContext, make_export: ExportFactory[R]
+) -> tuple[Export[R], ResumeState]:
+    """Return the export, with a plan that is the same on all ranks, and what was taken of it."""
+    is_first, probe, digest, taken = operation.is_coordinator, "", "", ResumeState()
+    export: Export[R] | None = None
+    with contextlib.ExitStack() as stack:
+        if is_first:
+            export = make_export(context, None)
+            # Storages that every process reaches by the same requests need no look.
+            able = context.target.capabilities
+            if operation.world_size > 1 and not (able.is_remote and able.shared):
+                probe = stack.enter_context(probed(context.target))
+        found, probe = operation.broadcast((export.found if export else None, probe))
+        if sees := not probe or is_there(context.target, probe):
+            export = export or make_export(context, found)
+            export.plan = plan(
+                export.lay_out(),
+                world_size=operation.world_size,
+                able=context.target.capabilities,
+                part_bytes=export.part_bytes,
+                source=export.content(),
+            )
+            digest = export.plan.digest
+        came = operation.gather((socket.gethostname(), sees, digest))
+    if is_first and export:
+        _check_alike(came, context.spec)
+        taken = export.take()
+    taken = operation.broadcast(taken)
+    assert export is not None  # noqa: S101  # else the coordinator has raised for all
+    export.rename(taken.name)
+    export.plan = export.plan.leaving(taken.done, taken.sealed)
+    return export, taken
+
+
+def _check_alike(came: Sequence[tuple[str, bool, str]], spec: ExportSpec) -> None:
+    """Raise unless all ranks (host, whether it saw the probe, digest) see and plan the same."""
+    url, digests = spec.target.url, dict[str, list[int]]()
+    if blind := [rank for rank, (_, sees, _) in enumerate(came) if not sees]:
+        hosts = ", ".join(sorted({came[rank][0] for rank in blind}))
+        apart = f"{hosts} (rank{'s' if len(blind) > 1 else ''} {spell_ranks(blind)})"
+        raise RankMismatchError(
+            f"{url} is not the same on all nodes: what rank 0 writes there is not seen on {apart}.",
+            values={apart: blind},
+            path=url,
+            phase="plan",
+            next_step="Give an output on a file system that all nodes share or on an object store, "
+            "or work with the ranks of one node, or with one process.",
+        )
+    for rank, (_, _, digest) in enumerate(came):
+        digests.setdefault(digest, []).append(rank)
+    if len(digests) > 1:
+        spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())
+        what = f"The ranks planned different exports of {spec.source.url}: {spelt}."
+        step = "Give all ranks the same options; functions must answer alike on all."
+        raise RankMismatchError(what, values=digests, phase="plan", next_step=step)
+
+
+def run_together(
+    process_group: dist.ProcessGroup | None,
+    name: str,
+    what: str,
+    timeouts: Timeouts,
+    job: Callable[[], ExportSpec],
+    make_export: ExportFactory[R],
+) -> R:
+    """Run a job on all ranks, or, without a group, on this one alone."""
+    is_alone = process_group is None
+    group = RankGroup.alone() if is_alone else RankGroup.of(process_group, lane=name)
+    return run_in(group, name, what, timeouts, job, make_export)
+
+
+def run_in(
+    group: RankGroup,
+    name: str,
+    what: str,
+    timeouts: Timeouts,
+    job: Callable[[], ExportSpec],
+    make_export: ExportFactory[R],
+) -> R:
+    """Run a job on all ranks. One whose arguments make none joins, too: the others hear why."""
+    with group.operation(what, timeouts=timeouts) as operation:
+        with as_checkpoint_errors(f"The call of {name}", operation.rank):
+            spec = job()
+        operation.meet(spec.terms())
+        return run(operation, spec, make_export)
