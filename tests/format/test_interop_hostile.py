@@ -361,3 +361,16 @@ def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Pa
     assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
     with pytest.raises(FormatError, match=r"2 different ones hold the element \[2\]"):
         loaded(with_gap(tmp_path / "b", second=2))
+
+
+def test_a_pickle_that_torch_would_not_write_is_not_inert() -> None:
+    """Neither is one that leaves values over, nests deeply, or sets a state twice."""
+    dtype = pickled(np.dtype("f4"))
+    state = dtype[dtype.rindex(b"(K\x03") : -1]
+    assert is_inert_with_numpy(dtype)
+    assert not is_inert_with_numpy(dtype[:-1] + state + b".")
+    assert is_inert_with_numpy(b"\x80\x02K\x01.")
+    assert not is_inert_with_numpy(b"\x80\x02K\x01K\x02.")
+    for depth in (50, 150):
+        nested = b"\x80\x02" + b"(" * depth + b"t" * depth + b"."
+        assert is_inert_with_numpy(nested) == (depth == 50)
