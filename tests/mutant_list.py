@@ -631,7 +631,7 @@ _STORE_MUTANTS = [
         "store/redaction.py",
         "key=len, reverse=True)",
         "key=len)",
-        ["tests/servers/test_location.py"],
+        ["tests/unit/test_redaction.py"],
     ),
     Mutant(
         "store/upload.py",
@@ -685,7 +685,7 @@ _STORE_MUTANTS = [
         "store/threads.py",
         "        if worker.is_abandoned:\n            raise",
         "        if worker.moved_s < 0:\n            raise",
-        [f"{_RETRY}::test_a_hanging_operation_is_given_up_and_named"],
+        [_RETRY],
     ),
 ]
 
