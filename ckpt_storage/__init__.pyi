@@ -47,6 +47,7 @@ from .inspect.numbers import ValueDiff as ValueDiff
 from .inspect.verify import VerifyReport as VerifyReport
 from .inspect.verify import verify as verify
 from .loads.load import load as load
+from .loads.per_rank import PerRank as PerRank
 from .manager.delete import delete as delete
 from .manager.listing import list_checkpoints as list_checkpoints
 from .manager.manager import CheckpointManager as CheckpointManager

@@ -71,6 +71,7 @@ def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
 
 StockMetadata = Literal["auto", "always", "never"]
 UnsafeValues = Literal["warn", "refuse"]
+Replicas = Literal["warn", "raise", "first"]
 PageCache = Literal["keep", "drop"]
 Casts = Literal["checked", "exact", "any"]
 Shared = Literal["auto", "always", "never"]

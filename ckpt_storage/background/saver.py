@@ -23,6 +23,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import (
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -176,6 +177,7 @@ class AsyncSaver:
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
+        replicas: Replicas = "warn",
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -442,6 +444,7 @@ def save_async(  # all that `save` takes, and one argument more
     sync_files: bool = True,
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
+    replicas: Replicas = "warn",
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.saves.planning import (
@@ -22,6 +21,8 @@ from ckpt_storage.saves.planning import (
     checked,
     find_cached_plan,
 )
+from ckpt_storage.saves.replicas import LocalSample, staged_sample
+from ckpt_storage.saves.saveplanner import BoxSavePlanner
 from ckpt_storage.saves.shardfile import Item
 
 _CACHE: deque[CachedPlan] = deque(maxlen=PLAN_CACHE.maxlen)
@@ -42,14 +43,18 @@ class ItemPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPlan:
-    """A rank's local plan and the place of each item in an arena; pickles."""
+    """A rank's local plan and the place of each item in an arena; pickles.
+
+    `values` are checksums of all values that are no tensors; {} if one rank saves.
+    """
 
     cached: CachedPlan
     ties: Mapping[str, str]
+    values: Mapping[str, int]
     places: dict[MetadataIndex, ItemPlace] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, live: LocalPlan) -> StagedPlan:
+    def of(cls, live: LocalPlan, values: Mapping[str, int]) -> StagedPlan:
         """Return the plan of a planner that is set up, from the cache if nothing changed."""
         cached = find_cached_plan(_CACHE, live.structure)
         if cached is None:
@@ -60,17 +65,33 @@ class StagedPlan:
             cached = CachedPlan(plan_id="", plan=plan, structure=live.structure)
             if live.structure is not None:
                 _CACHE.append(cached)
-        return cls(cached=cached, ties=live.ties)
+        return cls(cached=cached, ties=live.ties, values=values)
 
     def local_plan(self, memory: NDArray[np.uint8], planner: SavePlanner | None) -> LocalPlan:
-        """Return the local plan of a save whose bytes are in `memory`; default planner: torch's."""
+        """Return the local plan of a save whose bytes are in `memory`.
+
+        The default planner is `BoxSavePlanner()`.
+        """
         return LocalPlan(
             plan=lambda: self.cached.plan,
-            planner=planner or DefaultSavePlanner(),
+            planner=planner or BoxSavePlanner(),
             items=partial(self._items, memoryview(memory)),  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
             ties=self.ties,
             structure=self.cached.structure,
+            sample=partial(self._sample, memoryview(memory)),  # type: ignore[arg-type]  # as above
         )
+
+    def _sample(self, memory: memoryview) -> LocalSample:
+        """Return the sample of the replicated values in `memory`."""
+        places = (
+            (item.index.fqn, self.places[item.index])
+            for item in self.cached.plan.items
+            if item.type is WriteItemType.TENSOR
+        )
+        tensors = (
+            (fqn, memory[place.start : place.start + place.size_bytes]) for fqn, place in places
+        )
+        return staged_sample(tensors, self.values)
 
     def _items(self, memory: memoryview, plan: SavePlan) -> Iterator[Item]:
         for item in plan.items:

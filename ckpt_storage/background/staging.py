@@ -21,7 +21,8 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.saves.devices import DeviceReader, fork_stream
 from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
-from ckpt_storage.saves.planning import LocalPlan
+from ckpt_storage.saves.planning import LocalPlan, flat_state
+from ckpt_storage.saves.replicas import values_of
 from ckpt_storage.saves.shardfile import Item
 
 from .arenas import ROUNDING_BYTES, Arenas
@@ -73,7 +74,8 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            self.staged = StagedPlan.of(live)
+            values = values_of(flat_state(live.planner)) if world_size > 1 else {}
+            self.staged = StagedPlan.of(live, values)
             self._sources: list[torch.Tensor] = []
             self._starts: list[int] = []
             try:

@@ -69,7 +69,7 @@ def begin(
         what = "a checkpoint that another writer made (.metadata)"
     if what is not None:
         raise CheckpointExistsError(
-            f"{store.url} holds {what}.",
+            f"{store.url} already exists: it holds {what}.",
             path=store.url,
             phase="plan",
             next_step="Save to another id, or pass overwrite=True to replace it.",

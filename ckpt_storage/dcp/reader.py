@@ -94,6 +94,7 @@ class CheckpointStorageReader(StorageReader):
     ) -> None:
         arguments = locals()
         super().__init__()
+        self._path = path
         self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
@@ -157,6 +158,9 @@ class CheckpointStorageReader(StorageReader):
         metadata = self._session.metadata(lazy=False)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
+            # As it was passed: a planner may join it to a file name.
+            where = self._path if self._checkpoint_id is None else self.checkpoint_id
+            metadata.storage_meta.checkpoint_id = where
         return metadata
 
     @at_dcp_border

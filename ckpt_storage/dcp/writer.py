@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -32,7 +33,8 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.saves.items import LiveItems, ties_of
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import checked, find_mismatch
+from ckpt_storage.saves.planning import checked, find_mismatch, flat_state
+from ckpt_storage.saves.replicas import ReplicaSample, find_differences, sample_of
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -51,6 +53,15 @@ class _ThreadState(threading.local):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ThreadState, ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankResult:
+    """What a rank returns to the coordinator: its report, a sample of its replicated values."""
+
+    report: RankReport
+    sample: ReplicaSample | None
+    digest: bytes
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -78,6 +89,8 @@ class CheckpointStorageWriter(StorageWriter):
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
         unsafe_values: the reaction to values that only pickle can hold, and that `load`
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
+        replicas: as for `ckpt_storage.save`; but the writer sees values only as it writes them. So
+            an error comes before the commit, and the planner chooses whose values are stored.
         process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -102,6 +115,7 @@ class CheckpointStorageWriter(StorageWriter):
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
+        replicas: Replicas = "warn",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -138,6 +152,11 @@ class CheckpointStorageWriter(StorageWriter):
         if state.session is not None:
             return state.session.url
         return self._base.join(state.pending).url
+
+    @property
+    def save_id(self) -> str | None:
+        """The id of the calling thread's last save, once it has written; as torch's writer has."""
+        return self._state.save_id
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the target for planners; DCP calls it once before each save.
@@ -275,14 +294,20 @@ class CheckpointStorageWriter(StorageWriter):
             )
         if not isinstance(ticket_or_error, SaveTicket):
             raise ticket_or_error
-        report = session.write(ticket_or_error, plan, LiveItems(planner).items, ties_of(planner))
-        state.save_id = ticket_or_error.save_id
+        ticket = ticket_or_error
+        report = session.write(ticket, plan, LiveItems(planner).items, ties_of(planner))
+        sample = sample_of(flat_state(planner)) if ticket.world_size > 1 else None
+        state.save_id = ticket.save_id
         if not session.is_coordinator:
             state.session = None  # its `finish` is on the coordinator
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
             size_in_bytes=sum(file.size_bytes for file in report.files),
-            storage_data=report,
+            storage_data=_RankResult(
+                report=report,
+                sample=sample.details() if sample else None,
+                digest=sample.digest if sample else b"",
+            ),
         )
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result([result])
@@ -292,13 +317,21 @@ class CheckpointStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `results[i]` is rank i's list. Raises `IntegrityError`, `RankFailedError` (not
-        committed), `CommitConflictError` (not committed), `CommitUnknownError`,
-        `NotPublishedError` (committed).
+        `results[i]` is rank i's list. Raises `RankMismatchError`, `IntegrityError`,
+        `RankFailedError` (not committed), `CommitConflictError` (not committed),
+        `CommitUnknownError`, `NotPublishedError` (committed).
         """
-        reports = [
-            next((r.storage_data for r in of_rank if isinstance(r.storage_data, RankReport)), None)
-            for of_rank in results
-        ]
-        self._session().finish(metadata, reports)
+        session = self._session()
+        by_rank = [_rank_result(of_rank) for of_rank in results]
+        samples = [result.sample for result in by_rank if result and result.sample]
+        digests = {result.digest for result in by_rank if result}
+        if len(samples) == len(by_rank) and len(digests) > 1:
+            session.settle_written(find_differences(samples))
+        session.finish(metadata, [None if each is None else each.report for each in by_rank])
         self._state.session = None
+
+
+def _rank_result(results: list[WriteResult]) -> _RankResult | None:
+    """Return what our `write_data` returned on one rank, None if another writer did."""
+    contents = (result.storage_data for result in results)
+    return next((data for data in contents if isinstance(data, _RankResult)), None)

@@ -36,6 +36,7 @@ from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
 from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
+from .owners import check_owned
 
 log = logging.getLogger("ckpt_storage")
 
@@ -288,6 +289,7 @@ class ExportFolder(Folder[R]):
         # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
         owner = _trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
+        check_owned(store, listed(store, ""), identity)
         suffix = "" if is_mine else identity[:_SUFFIX_DIGITS]
         self.rename(suffix)
         self._before = frozenset(

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.names import DTYPES, parse_per_rank_key
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.renaming import new_names
@@ -27,7 +27,14 @@ FILES_PREFIX = "files."
 """What the names of entries begin with whose bytes are a file: `files.config.json`."""
 
 Reason = Literal[
-    "blob", "optimizer", "training state", "outside the model", "excluded", "tied", "file"
+    "blob",
+    "optimizer",
+    "training state",
+    "per rank",
+    "outside the model",
+    "excluded",
+    "tied",
+    "file",
 ]
 
 KeyPath = tuple[str | int, ...]
@@ -156,7 +163,9 @@ def choose_model(
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
     left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
-        left |= _outside(paths)
+        per_rank = {fqn for fqn, path in paths.items() if any(map(_is_per_rank, path))}
+        left |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
+        left |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
     else:
         others = paths.keys() - matching(options.include, values, "include")
         left |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
@@ -268,6 +277,10 @@ def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
         return path
     head, dot, rest = fqn.partition(".")
     return (head, rest) if dot and _apart(head) else (fqn,)
+
+
+def _is_per_rank(key: str | int) -> bool:
+    return parse_per_rank_key(str(key)) is not None
 
 
 def _apart(key: str) -> Reason | None:

@@ -27,6 +27,20 @@ _DRIVE_OR_URL = re.compile("[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*:/")
 _SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:")
 
 
+_PER_RANK_KEY = re.compile(r"per-rank-([0-9]{1,9})-of-([0-9]{1,9})")
+
+
+def per_rank_key(rank: int, world_size: int) -> str:
+    """Return the key under which a rank's own value lies in a nested state."""
+    return f"per-rank-{rank}-of-{world_size}"
+
+
+def parse_per_rank_key(key: str) -> tuple[int, int] | None:
+    """Return rank and world size of such a key, None for any other key."""
+    match = _PER_RANK_KEY.fullmatch(key)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def new_save_id() -> str:
     """Return an id for one save attempt: UTC time for people, 64 random bits for uniqueness."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")

@@ -25,6 +25,9 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
 from .casts import CastChecker, can_cast, is_lossless
+from .layouts import check_layout
+from .loadplanner import OwnChunksLoadPlanner
+from .placing import ValuePlacer
 from .sharing import Key, ShareOrder
 from .tensors import dtype_name, is_freed
 
@@ -227,6 +230,13 @@ class LoadItems:
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
         """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
+        if not isinstance(self._planner, OwnChunksLoadPlanner):
+            check_layout(
+                item.dest_index.fqn,
+                getattr(self._planner, "state_dict", None),
+                act="loaded",
+                way_out="Load with ckpt_storage.load, without a planner.",
+            )
         target = self._planner.resolve_tensor(item)
         if target.requires_grad:
             target = target.detach()
@@ -321,8 +331,9 @@ class LoadItems:
         tensors = (item for item in self._items if item.type is not LoadItemType.BYTE_IO)
         for item, target in zip(tensors, self._targets, strict=True):
             self._planner.commit_tensor(item, target)
+        placer = ValuePlacer(self._planner)
         for item, buffer, _ in self._blobs:
-            self._planner.load_bytes(item, io.BytesIO(buffer))
+            placer.place(item, io.BytesIO(buffer))
 
 
 def wanted_regions(

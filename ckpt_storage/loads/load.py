@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 
 from .loadplanner import OwnChunksLoadPlanner
+from .per_rank import prepared_targets
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
 from .targets import find_duplicate, find_mismatch
@@ -110,9 +111,9 @@ def load(  # the public surface, all keyword-only
                 settings = LoadSettings.of(arguments, base=Location.of(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
-                plain = plain_state(dict(sorted(state.items())))
-                with closing(Peers(operation)) as peers:
-                    _run(operation, session, planner, plain, peers)
+                plain = plain_state(dict(sorted(state.items(), key=lambda item: str(item[0]))))
+                with closing(Peers(operation)) as peers, ExitStack() as prepared:
+                    _run(operation, session, planner, plain, peers, prepared)
                     operation.barrier(is_last=True)
                 has_read = True
                 for key, value in plain.items():
@@ -155,8 +156,12 @@ def _run(
     custom: LoadPlanner | None,
     state: dict[str, Any],
     peers: Peers,
+    prepared: ExitStack,
 ) -> None:
-    """Plan and read; ranks exchange plans for a custom planner, or if they may share reads."""
+    """Plan and read; ranks exchange plans for a custom planner, or if they may share reads.
+
+    The caller closes `prepared` once all is read.
+    """
     terms = session.terms()
     kind = kind_of(operation.what)
     operation.meet(
@@ -166,6 +171,7 @@ def _run(
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
     metadata = session.metadata(lazy=custom is None)
+    prepared.enter_context(prepared_targets(state, metadata))
     with _explaining_mismatches(planner, state, metadata, session.url):
         planner.set_up_planner(state, metadata, operation.is_coordinator)
         session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)

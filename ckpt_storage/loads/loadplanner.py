@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -18,7 +21,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_read_items,
+    _init_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.format.boxes import Box
@@ -26,6 +33,7 @@ from ckpt_storage.format.documents import LazyList
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.source.model import Source
 
+from .layouts import box_at, boxes_of, unwrap
 from .tensors import PLAIN, parts_of, placements_key
 
 _Entry = TensorStorageMetadata | BytesStorageMetadata
@@ -133,6 +141,30 @@ is stored, its number, the part's place there; and the part's sizes."""
 class OwnChunksLoadPlanner(DefaultLoadPlanner):
     """Plans what `DefaultLoadPlanner` plans, in time that does not grow with the saving world."""
 
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        """Flatten the state as save planners do; tensors made of others are replaced by these."""
+        if not (dist.is_available() and dist.is_initialized()):
+            _materialise(state_dict)
+        _init_state_dict(state_dict)
+        self.original_state_dict = state_dict
+        # In this order, as save planners do: the other one loses empty containers in lists.
+        flat, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = _flatten_sharded_tensors(flat)
+        unwrap(self.state_dict, self.mappings)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the target of a read: of a tensor in several boxes, the elements of one."""
+        value = self.state_dict.get(index.fqn)
+        boxed = box_at(value, index) if type(value) is DTensor else None
+        return super().lookup_tensor(index) if boxed is None else boxed
+
     def create_local_plan(self) -> LoadPlan:
         """Return the reads that fill this rank's values."""
         metadata = self.metadata
@@ -164,6 +196,16 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
+def _materialise(state: Any) -> None:  # noqa: ANN401  # a container, or a value
+    """Give memory to the meta tensors of a state, as torch does where there is a process group."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in list(items):
+        if type(value) in PLAIN and value.is_meta:
+            state[key] = torch.empty_like(value, device=torch.get_default_device())
+        elif isinstance(value, dict | list):
+            _materialise(value)
+
+
 class _ShardingCache:
     """Chunks and reads of tensors that are sharded alike, worked out once for all of them."""
 
@@ -177,7 +219,9 @@ class _ShardingCache:
         if key is None:
             return _create_chunk_list(value)
         if key not in self._own:
-            self._own[key] = _create_chunk_list(value)
+            boxes = boxes_of(value)
+            chunks = _create_chunk_list(value) if boxes is None else [box.chunk for box in boxes]
+            self._own[key] = chunks
         return self._own[key]
 
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:

@@ -90,7 +90,9 @@ _RESOLVING = ("resolve_data", "lookup_object", "transform_object")
 def plain_names(planner: SavePlanner) -> AbstractSet[str]:
     """Return names whose values are plain for sure, and so need no scan of their pickles."""
     kind, own, torchs = type(planner), getattr(planner, "__dict__", {}), DefaultSavePlanner
-    if any(getattr(kind, n, None) is not getattr(torchs, n) or n in own for n in _RESOLVING):
+    keeps = getattr(kind, "keeps_plain_values", False)
+    names = () if keeps else _RESOLVING
+    if any(getattr(kind, n, None) is not getattr(torchs, n) or n in own for n in names):
         return frozenset()
     state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
     return {fqn for fqn, value in state.items() if type(value) in _PLAIN_VALUES}

@@ -25,6 +25,7 @@ from ckpt_storage.options import (
     Casts,
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     Shared,
     StockMetadata,
@@ -261,6 +262,7 @@ class CheckpointManager:
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
+        replicas: Replicas = "warn",
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
@@ -288,6 +290,7 @@ class CheckpointManager:
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
+        replicas: Replicas = "warn",
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save as `save`, in the background, as `AsyncSaver.save` does it."""
@@ -298,6 +301,8 @@ class CheckpointManager:
         """Return the save of a call with these arguments."""
         self._check_open()
         self._schedule.restart_timer()
+        is_preemption = self._schedule.preempted is not None
+        arguments = {**arguments, "is_preemption": is_preemption}
         return StepSave(self._root, arguments, self._on_commit, restores=self._restore_count)
 
     def _on_commit(self, name: str) -> None:

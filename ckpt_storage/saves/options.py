@@ -19,6 +19,7 @@ from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -47,7 +48,7 @@ class SaveOptions:
 
     `step` and `restores` tell the saves of a run apart: its training step, and how often the run
     has gone back to an earlier one. `user` goes into the commit record; `replaces` are the ids of
-    saves known to be damaged.
+    saves known to be damaged; no difference between ranks fails a save with `is_preemption`.
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -61,6 +62,7 @@ class SaveOptions:
     sync_files: bool = True
     stock_metadata: StockMetadata = "auto"
     unsafe_values: UnsafeValues = "warn"
+    replicas: Replicas = "warn"
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
@@ -68,6 +70,7 @@ class SaveOptions:
     restores: int | None = None
     user: Mapping[str, Any] = field(default_factory=dict)
     replaces: frozenset[str] = frozenset()
+    is_preemption: bool = False
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
@@ -115,6 +118,7 @@ class SaveOptions:
         self.transfer(None)
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
+        check_choice("replicas", self.replicas, Replicas)
         return Location.of(url, self.storage_options)
 
     def consolidation(self, source: Location) -> ConsolidateSpec | None:

@@ -6,13 +6,16 @@ A cached plan is used only if every rank proposes the same id and the coordinato
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
@@ -25,6 +28,8 @@ from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, 
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
+from .replicas import LocalSample, sample_of
+from .saveplanner import BoxSavePlanner
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -81,6 +86,8 @@ class CachedPlan:
 
     `metadata` is there on the coordinator only. Of more than `STOCK_ENTRY_LIMIT` items it has no
     chunks, which only `.metadata` needs: they are an object for every item of every rank.
+    `from_lowest` are the names that the lowest rank stores, because ranks held different values;
+    on the coordinator only.
     """
 
     plan_id: str
@@ -88,6 +95,7 @@ class CachedPlan:
     structure: Structure | None
     item_count: int = 0
     metadata: Metadata | None = None
+    from_lowest: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -98,6 +106,7 @@ class CachedPlan:
         *,
         item_count: int,
         metadata: Metadata | None,
+        from_lowest: frozenset[str],
     ) -> CachedPlan:
         """Return a plan to keep, without the chunks of metadata with many items."""
         if metadata is not None and item_count > STOCK_ENTRY_LIMIT:
@@ -108,6 +117,7 @@ class CachedPlan:
             structure=structure,
             item_count=item_count,
             metadata=metadata,
+            from_lowest=from_lowest,
         )
 
 
@@ -133,7 +143,8 @@ class LocalPlan:
     """What a rank plans with: its planner, set up with the state.
 
     `plan` makes the local plan, `planner` the global and the final ones. `items` yields the items
-    of a final plan, `ties` maps aliases. `structure` is None where plans are not cached.
+    of a final plan, `ties` maps aliases. `structure` is None where plans are not cached. `sample`
+    reads a sample of the replicated values.
     """
 
     plan: Callable[[], SavePlan]
@@ -141,6 +152,7 @@ class LocalPlan:
     items: Items
     ties: Mapping[str, str]
     structure: Structure | None
+    sample: Callable[[], LocalSample]
 
     @classmethod
     def of(
@@ -153,7 +165,7 @@ class LocalPlan:
         world_size: int,
     ) -> LocalPlan:
         """Set up a planner with a state that stays while it is written. Raises what it raises."""
-        chosen: Any = planner or DefaultSavePlanner()
+        chosen: Any = planner or BoxSavePlanner()
         structure = None
         with naming_refused(state):
             # DCP added it later; a planner may be older.
@@ -172,8 +184,33 @@ class LocalPlan:
             with naming_refused(state):
                 return checked(chosen.create_local_plan())
 
-        items = LiveItems(chosen).items
-        return cls(plan=plan, planner=chosen, items=items, ties=ties, structure=structure)
+        return cls(
+            plan=plan,
+            planner=chosen,
+            items=LiveItems(chosen).items,
+            ties=ties,
+            structure=structure,
+            sample=partial(sample_of, flat_state(chosen)),
+        )
+
+
+def flat_state(planner: SavePlanner) -> Mapping[str, Any]:
+    """Return the flat state of a planner that is set up; {} if it keeps none as DCP's do."""
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def take_from_lowest(plans: Sequence[SavePlan], names: AbstractSet[str]) -> list[SavePlan]:
+    """Return plans in which only the first that has one of `names` keeps it."""
+    if not names:
+        return list(plans)
+    seen: set[str] = set()
+    reduced = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index.fqn not in seen]
+        seen.update(item.index.fqn for item in items if item.index.fqn in names)
+        reduced.append(replace(plan, items=items))
+    return reduced
 
 
 def checked(plan: SavePlan) -> SavePlan:
@@ -202,6 +239,8 @@ def _check_bytes(fqn: str, data: TensorWriteData) -> None:
     dtype = dtype_name(data.properties.dtype)
     if any(isinstance(length, torch.SymInt) for length in data.size):
         raise _refusal(fqn, "it is a nested tensor")
+    if data.properties.layout is not torch.strided:
+        raise _refusal(fqn, f"its layout is {data.properties.layout}")
     if dtype.startswith(("qint", "quint")):
         raise _refusal(fqn, "it is quantised")
     if dtype not in DTYPES:
@@ -227,11 +266,25 @@ def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
             told = f"{circle} cannot be saved: it is a container that holds itself."
         raise InvalidInputError(told, phase="plan", next_step="Break the circle.") from error
     except Exception as error:
+        double = _double_name_in(state)
+        if double is not None:
+            raise InvalidInputError(
+                f"{double} cannot be saved: two values of the state have this name.",
+                phase="plan",
+                next_step="Names are joined by dots, and keys are spelt as text: rename one key.",
+            ) from error
         for fqn, tensor in named_tensors(state, ""):
             reason = fault_of(tensor) or _failure_alone(fqn, tensor)
             if reason is not None:
                 raise _refusal(f"{fqn} ({type(tensor).__qualname__})", reason) from error
         raise
+
+
+def _double_name_in(state: Mapping[str, Any]) -> str | None:
+    """Return a name that flattening gives to two values, None if there is none."""
+    seen = Counter[str]()
+    traverse_state_dict(dict(state), lambda path, _: seen.update([".".join(map(str, path))]))
+    return next((name for name, count in seen.items() if count > 1), None)
 
 
 def _circle_in(value: Any, opened: frozenset[int]) -> str | None:  # noqa: ANN401  # a container

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -21,26 +22,40 @@ from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
-from .planning import PLAN_CACHE, CachedPlan, LocalPlan, find_cached_plan, find_mismatch
+from .planning import (
+    PLAN_CACHE,
+    CachedPlan,
+    LocalPlan,
+    find_cached_plan,
+    find_mismatch,
+    take_from_lowest,
+)
+from .replicas import Difference, LocalSample, ReplicaSample, find_differences
 from .session import SaveSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A local plan, or the id of a plan that this rank keeps from an earlier save."""
+    """A local plan, or the id of a plan that this rank keeps from an earlier save.
+
+    `digest` is that of its sample of replicated values; `sample` is sent when it was asked for.
+    """
 
     plan: SavePlan | None
     plan_id: str | None
+    digest: bytes = b""
+    sample: ReplicaSample | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The coordinator's answer: a final plan, or the id of the cached one; and the save's ticket.
 
-    Without an id all ranks propose again, with plans.
+    Without an id all ranks propose again, with what it `wants`.
     """
 
     plan_id: str | None
+    wants: Literal["plans", "samples"] | None = None
     plan: SavePlan | None = None
     item_count: int = 0
     ticket: SaveTicket | None = None
@@ -62,6 +77,9 @@ class RankSave:
         self._packs = packs
         self._local: LocalPlan | None = None
         self._cached: CachedPlan | None = None
+        self._sample: LocalSample | None = None
+        self._sends_sample = False
+        self._from_lowest: frozenset[str] = frozenset()
         self._metadata: Metadata | None = None
         self._plan: SavePlan | None = None
         self._ticket: SaveTicket | None = None
@@ -71,9 +89,22 @@ class RankSave:
         if self._local is None:
             self._local = self._make_plan()
             self._cached = find_cached_plan(PLAN_CACHE, self._local.structure)
+            if self._session.world_size > 1:
+                self._sample = self._local.sample()
+        plan, plan_id = None, None
         if self._cached is None:
-            return self._pack(Proposal(plan=self._local.plan(), plan_id=None))
-        return self._pack(Proposal(plan=None, plan_id=self._cached.plan_id))
+            plan = self._local.plan()
+        else:
+            plan_id = self._cached.plan_id
+        sample = self._sample
+        return self._pack(
+            Proposal(
+                plan=plan,
+                plan_id=plan_id,
+                digest=b"" if sample is None else sample.digest,
+                sample=sample.details() if sample and self._sends_sample else None,
+            )
+        )
 
     def decide(self, proposals: Sequence[Any]) -> Any:  # noqa: ANN401  # of `Answer`, packed or not
         """Plan for all ranks and begin the save on the storage; coordinator only.
@@ -83,6 +114,13 @@ class RankSave:
         assert self._local is not None  # noqa: S101  # it has proposed
         session, cached = self._session, self._cached
         opened: list[Proposal] = [_unpacked(proposal) for proposal in proposals]
+        differences = list[Difference]()
+        if len({proposal.digest for proposal in opened}) > 1:
+            samples = [proposal.sample for proposal in opened if proposal.sample is not None]
+            if len(samples) < len(opened):
+                return self._pack(Answer(plan_id=None, wants="samples"))
+            differences = find_differences(samples, session.global_ranks)
+        unlike = frozenset(difference.name for difference in differences)
         plan_ids = {proposal.plan_id for proposal in opened}
         if plan_ids == {None}:
             plans = [proposal.plan for proposal in opened if proposal.plan is not None]
@@ -90,6 +128,9 @@ class RankSave:
             mismatch = find_mismatch([plan.items for plan in plans], session.global_ranks)
             if mismatch is not None:
                 raise mismatch
+            session.settle(differences)
+            self._from_lowest |= unlike
+            plans = take_from_lowest(plans, self._from_lowest)
             plans, self._metadata = self._local.planner.create_global_plan(plans)
             item_count = sum(len(plan.items) for plan in plans)
             ticket = session.begin(len(plans), item_count)
@@ -99,20 +140,28 @@ class RankSave:
                 for plan in plans
             )
             return ByRank([self._pack(answer) for answer in answers])
-        if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached):
-            return self._pack(Answer(plan_id=None))
-        self._metadata = cached.metadata
+        if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached, unlike):
+            return self._pack(Answer(plan_id=None, wants="plans"))
+        session.settle(differences)
+        self._metadata, self._from_lowest = cached.metadata, cached.from_lowest
         ticket = session.begin(len(opened), cached.item_count)
         return self._pack(
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )
 
-    def _may_reuse(self, cached: CachedPlan) -> bool:
-        """Return whether the cached metadata has all that this save publishes."""
+    def _may_reuse(self, cached: CachedPlan, unlike: AbstractSet[str]) -> bool:
+        """Return whether the cached plan stores and publishes all that this save does.
+
+        `unlike` are the names of values that differ between ranks.
+        """
+        # A name that differed once will differ again: then no plan has to travel.
+        self._from_lowest = cached.from_lowest
         count = cached.item_count
         has_chunks = count <= STOCK_ENTRY_LIMIT
-        return cached.metadata is not None and (
-            has_chunks or not self._session.options.is_stock_wanted(count)
+        return (
+            cached.metadata is not None
+            and unlike <= cached.from_lowest
+            and (has_chunks or not self._session.options.is_stock_wanted(count))
         )
 
     def accept(self, answer: object) -> str | None:
@@ -122,6 +171,9 @@ class RankSave:
     def _accept(self, answer: Answer) -> str | None:
         local, cached = self._local, self._cached
         assert local is not None  # noqa: S101  # it has proposed
+        if answer.wants == "samples":
+            self._sends_sample = True
+            return None
         if answer.plan_id is None or answer.ticket is None:
             self._cached = None
             return None
@@ -138,6 +190,7 @@ class RankSave:
                         local.structure,
                         item_count=answer.item_count,
                         metadata=self._metadata,
+                        from_lowest=self._from_lowest,
                     )
                 )
         self._ticket = answer.ticket

@@ -33,6 +33,7 @@ from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.options import (
     PageCache,
     Progress,
+    Replicas,
     RetryPolicy,
     StockMetadata,
     Timeouts,
@@ -67,6 +68,7 @@ def save(  # the public surface, all keyword-only
     sync_files: bool = True,
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
+    replicas: Replicas = "warn",
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return its record; all ranks of the group call this.
@@ -101,6 +103,11 @@ def save(  # the public surface, all keyword-only
         sync_files: make local files durable before they are referenced.
         stock_metadata: whether torch's own readers are to find `.metadata`.
         unsafe_values: "refuse" values that only pickle can hold; "warn": name them in the log.
+        replicas: what is done where ranks hold different values under one name that is not
+            sharded. "warn": tensors of 1 MiB or more raise `RankMismatchError`, the rest is named
+            in the log once; "raise": any tensor raises; "first": neither. The value of the lowest
+            rank that has the name is stored; `PerRank` keeps those of all. Of large tensors
+            samples are compared.
         retry: how failed storage requests are repeated.
 
     Raises:

@@ -28,6 +28,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
     PhaseTimeoutError,
+    RankMismatchError,
     StorageError,
 )
 from ckpt_storage.format.documents import FileRef, seal
@@ -45,6 +46,7 @@ from ckpt_storage.transfer.writing import ObjectWriter
 
 from .items import Items, planned_bytes
 from .options import SaveOptions
+from .replicas import Difference, settle_differences
 from .shardfile import Item, write_shard
 
 _DISCARD_S = 2.0
@@ -106,8 +108,40 @@ class SaveSession:
             "sync_files": str(self.options.sync_files),
             "the storage's endpoint": endpoint_of(self.location),
             "stock_metadata": self.options.stock_metadata,
+            "replicas": self.options.replicas,
             "the version of ckpt_storage": __version__,
         }
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks save; 1 if `global_ranks` is not known."""
+        return 1 if self.global_ranks is None else len(self.global_ranks)
+
+    def settle(self, differences: Sequence[Difference]) -> None:
+        """Decide about replicated values that differ; coordinator only.
+
+        Raises `RankMismatchError` for those that fail the save.
+        """
+        options = self.options
+        settle_differences(
+            differences, options.replicas, url=self.url, is_preemption=options.is_preemption
+        )
+
+    def settle_written(self, differences: Sequence[Difference]) -> None:
+        """Decide as `settle` where all ranks have written; an error discards what they wrote."""
+        try:
+            settle_differences(
+                differences,
+                self.options.replicas,
+                url=self.url,
+                is_preemption=False,
+                stored="which rank's are stored is up to the planner",
+                effect="Nothing is committed.",
+            )
+        except RankMismatchError:
+            if self._ticket is not None:
+                self.discard(self._ticket.save_id, is_whole=True)
+            raise
 
     def begin(self, world_size: int, item_count: int) -> SaveTicket:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.

@@ -122,7 +122,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
         )
     begun = None
-    if f"{SAVES}/" in names:
+    if f"{SAVES}/" in names and listed(store, SAVES):
         begun = "a save that has not committed"
     elif any(name.endswith(".distcp") for name in names):
         begun = ".distcp files but no .metadata, so a save by another writer"
@@ -133,6 +133,8 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Wait for the save to end, or load an earlier checkpoint.",
         )
+    # A save that was refused leaves its folders empty.
+    names = [name for name in names if name not in {f"{COMMITS}/", f"{SAVES}/"}]
     folders = [name for name in names if name.endswith("/")]
     what = "is empty or does not exist"
     step = "Check the path; ckpt_storage.list_checkpoints(root) shows what is there."

@@ -76,7 +76,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "quantised",
     ),
-    "wrapper": (lambda: WRAPPER(torch.ones(3), torch.ones(3)), "TwoTensor"),
     "opaque": (lambda: Opaque(3), "Opaque"),
     "uint4": (lambda: torch.empty(4, dtype=UINT4), "uint4"),
     "lazy": (nn.UninitializedParameter, "uninitialised"),
@@ -101,6 +100,15 @@ def test_the_key_of_what_cannot_be_saved_is_named(tmp_path: Path, door: str, kin
             DOORS[door](state, tmp_path / "run")
         assert caught.value.next_step
     assert ckpt_storage.list_checkpoints(tmp_path) == []
+
+
+def test_a_tensor_that_wraps_others_is_refused_under_dcp(tmp_path: Path) -> None:
+    """Torch plans it as a tensor with bytes of its own; `ckpt_storage.save` stores those inside."""
+    state = {"layer": {"w": WRAPPER(torch.ones(3), torch.ones(3))}}
+    told = r"layer\.w\b.* cannot.*TwoTensor"
+    with pytest.raises(ckpt_storage.InvalidInputError, match=told):
+        dcp_cases.save_alone(state, tmp_path / "run")
+    ckpt_storage.save(state, tmp_path / "run", sync_files=False)
 
 
 class Schedule:

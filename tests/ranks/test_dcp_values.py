@@ -394,7 +394,7 @@ def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
 @pytest.mark.parametrize("load", [dcp_cases.load, ckpt_storage.load], ids=["dcp.load", "load"])
 def test_missing_keys_and_other_shapes_are_named(saved: Path, load: Any) -> None:
     """A name that was not saved keeps its value with `allow_partial_load`, and is else named."""
-    for name, shape, text in (("absent", (3,), "Missing key .*: absent"), ("few", (5, 3), "few")):
+    for name, shape, text in (("absent", (3,), "absent"), ("few", (5, 3), "few")):
         with pytest.raises((CheckpointException, ckpt_storage.CheckpointError), match=text):
             load({name: torch.zeros(shape)}, saved)
     target = {"few": torch.zeros(3, 5, dtype=torch.complex128), "absent": torch.ones(2)}

@@ -66,7 +66,9 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor, here of a DTensor's, in C order as bytes, by numpy."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(_BYTES).numpy().tobytes()
+    # Where a dimension has one element, or none, it may have any stride there.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    return flat.view(_BYTES).numpy().tobytes() if plain.numel() else b""
 
 
 def same(left: object, right: object) -> bool:

@@ -21,11 +21,12 @@ CheckpointGoneError CheckpointInProgressError CheckpointInfo CheckpointManager
 CheckpointNotFoundError CheckpointStorageReader CheckpointStorageWriter CommitConflictError
 CommitUnknownError ConsolidateOptions ConsolidationError ConsolidationReport ConvertReport
 CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest KeepEvery
-KeepLatest KeepNewerThan LazyTensor NotPublishedError PhaseTimeoutError ProgressEvent PruneReport
-RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy SaveCancelledError
-SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts UnsafeContentError
-UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete diagnose diff
-list_checkpoints load open_checkpoint prune publish register_backend save save_async verify
+KeepLatest KeepNewerThan LazyTensor NotPublishedError PerRank PhaseTimeoutError ProgressEvent
+PruneReport RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy
+SaveCancelledError SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts
+UnsafeContentError UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete
+diagnose diff list_checkpoints load open_checkpoint prune publish register_backend save save_async
+verify
 """
 PUBLIC = NAMES.split()
 
@@ -58,6 +59,7 @@ NEEDS_TORCH = (
     "CheckpointManager",
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
+    "PerRank",
     "load",
     "save",
     "save_async",

@@ -132,7 +132,7 @@ class LocalBackend(Backend):
         if self._leads_out(self._full(prefix.strip("/"))):
             return
         for path, item in self._walk(prefix, recursive=recursive):
-            if not recursive and item.is_dir():
+            if not recursive and _is_folder(item):
                 yield ObjectInfo(path=f"{path}/", size_bytes=0)
                 continue
             if is_draft_name(item.name) or is_remains(item.name):
@@ -140,7 +140,8 @@ class LocalBackend(Backend):
             try:
                 found = self._posix.stat(self._full(path))
             except OSError as error:
-                if error.errno not in ABSENT | {errno.ESTALE}:
+                # A link that leads to itself is no file.
+                if error.errno not in ABSENT | {errno.ESTALE, errno.ELOOP}:
                     raise
             else:
                 if stat_modes.S_ISREG(found.st_mode):
@@ -401,6 +402,16 @@ class LocalBackend(Backend):
             raise
         for item in items:
             yield f"{folder}/{item.name}".lstrip("/"), item
+
+
+def _is_folder(item: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; not a link that leads to itself."""
+    try:
+        return item.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _info(path: str, found: os.stat_result) -> ObjectInfo:

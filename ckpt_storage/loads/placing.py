@@ -1,0 +1,79 @@
+"""Where loaded values go in a nested state: under the target's own keys."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+
+class ValuePlacer:
+    """Hands objects to a planner; where it is torch's default, under keys that are no texts too.
+
+    Torch's planners know paths as texts, and set the value of key 5 under "5", beside it.
+    """
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner: Any = planner
+        self._is_stock = (
+            isinstance(planner, DefaultLoadPlanner)
+            and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+            and "load_bytes" not in vars(planner)
+            and planner.flatten_state_dict
+        )
+        # By identity; the containers live as long as the state.
+        self._keys: dict[int, dict[str, Any]] = {}
+
+    def place(self, item: ReadItem, data: io.BytesIO) -> None:
+        """Hand over one object."""
+        planner = self._planner
+        if not self._is_stock:
+            planner.load_bytes(item, data)
+            return
+        value = torch.load(data, weights_only=False)
+        self._set(planner.original_state_dict, planner.mappings[item.dest_index.fqn], value)
+
+    def _set(self, root: Any, path: Sequence[str | int], value: object) -> None:  # noqa: ANN401  # a container
+        container = root
+        for part, following in pairwise(path):
+            default: Any = {} if isinstance(following, str) else []
+            key = self._key_in(container, part)
+            if isinstance(container, Mapping):
+                container = container.setdefault(key, default)  # type: ignore[attr-defined]  # it can be changed
+                continue
+            _extend(container, key)
+            if container[key] is None:
+                container[key] = default
+            container = container[key]
+        key = self._key_in(container, path[-1])
+        if not isinstance(container, Mapping):
+            _extend(container, key)
+        container[key] = value
+
+    def _key_in(self, container: Any, part: str | int) -> Any:  # noqa: ANN401  # of any kind
+        """Return the key that flattening spells as `part`."""
+        if not isinstance(container, Mapping):
+            return part
+        if part in container and not _is_hollow(container[part]):
+            return part
+        keys = self._keys.get(id(container))
+        if keys is None:
+            # Of two keys of one spelling only one has a value with a name.
+            named = {str(key): key for key, value in container.items() if not _is_hollow(value)}
+            keys = self._keys[id(container)] = {str(key): key for key in container} | named
+        return keys.get(str(part), part)
+
+
+def _is_hollow(value: object) -> bool:
+    """Return whether a value is a mapping that holds nothing, at any depth."""
+    return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
+
+
+def _extend(values: list[Any], index: int) -> None:
+    while len(values) <= index:
+        values.append(None)

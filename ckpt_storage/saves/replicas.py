@@ -1,0 +1,353 @@
+"""Replicated values: samples of what ranks hold under one name, and what is done where they differ.
+
+A sample is bounded, so a difference of few elements of a large tensor may stay unnoticed.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ctypes import string_at
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_storage.coordination.failures import spell_ranks
+from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.loads.tensors import PLAIN, parts_of
+from ckpt_storage.options import MIB, Replicas
+
+from .devices import byte_view
+from .items import fault_of, is_readable
+
+log = logging.getLogger("ckpt_storage")
+
+BLOCK_BYTES = 4096
+SAMPLE_BYTES = 8 * BLOCK_BYTES
+"""A tensor of up to so many bytes is read whole; of a larger one, blocks at equal distances."""
+
+LARGE_BYTES = MIB
+"""From here on tensors that differ fail a save: statistics of a model are smaller, weights larger.
+"""
+
+_RAW_BYTES = 1024
+"""Up to here elements are kept, and no checksum is made before it is asked for."""
+
+_MAX_LEAVES = 10_000
+"""How many values inside a container are compared."""
+
+_NO_TENSOR = -1
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+_warned_keys: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSample:
+    """What a rank holds under names that are not sharded: bytes and a checksum of each, in columns.
+
+    Values that are no tensors have size -1.
+    """
+
+    names: tuple[str, ...]
+    sizes: array[int]
+    checksums: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSample:
+    """A sample before it travels: of each value its elements if they are few, else a checksum.
+
+    Equal samples have equal digests, which take a fraction of the time of `details`.
+    """
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    pieces: Sequence[bytes]
+
+    @property
+    def digest(self) -> bytes:
+        """What tells samples apart."""
+        text = "\0".join(self.names).encode(errors="surrogatepass")
+        columns = (text, array("q", self.sizes).tobytes(), b"".join(self.pieces))
+        return array("I", map(crc32c_of, columns)).tobytes()
+
+    def details(self) -> ReplicaSample:
+        """Return what the coordinator needs to say which values differ."""
+        return ReplicaSample(
+            names=tuple(self.names),
+            sizes=array("q", self.sizes),
+            checksums=array("I", map(crc32c_of, self.pieces)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A name under which ranks hold different values, and the ranks of each checksum."""
+
+    name: str
+    size_bytes: int
+    ranks_of: dict[int, list[int]]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the values are tensors."""
+        return self.size_bytes != _NO_TENSOR
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the values are tensors of `LARGE_BYTES` or more."""
+        return self.size_bytes >= LARGE_BYTES
+
+    def __str__(self) -> str:
+        kind = f"tensors of {self.size_bytes} bytes" if self.is_tensor else "values"
+        return f"{self.name} ({kind}; ranks {' | '.join(map(spell_ranks, self.ranks_of.values()))})"
+
+
+def blocks_of(size_bytes: int) -> list[tuple[int, int]]:
+    """Return where the blocks of a sample begin and end: the first, the last and some between."""
+    if size_bytes <= SAMPLE_BYTES:
+        return [(0, size_bytes)]
+    count = SAMPLE_BYTES // BLOCK_BYTES
+    # At multiples of any element's size, as long as that is a power of two.
+    stride = (size_bytes - BLOCK_BYTES) // (count - 1) // 64 * 64
+    starts = [*range(0, (count - 1) * stride, stride), size_bytes - BLOCK_BYTES]
+    return [(start, start + BLOCK_BYTES) for start in starts]
+
+
+def sample_of(state: Mapping[str, Any]) -> LocalSample:
+    """Return the sample of a flat state; sharded tensors and subclasses are left out."""
+    names, sizes, pieces = list[str](), list[int](), list[bytes]()
+    on_devices: dict[torch.device, list[tuple[int, list[torch.Tensor]]]] = {}
+    for name, value in state.items():
+        # States have many small tensors: as few calls as there can be.
+        if type(value) not in PLAIN or (value.__dict__ and parts_of(value) is not None):
+            continue
+        size_bytes = value.nbytes
+        if is_readable(value):
+            if size_bytes <= _RAW_BYTES:
+                piece = string_at(value.data_ptr(), size_bytes) if size_bytes else b""
+            else:
+                piece = _packed(_checksum_at(value.data_ptr(), size_bytes))
+        elif fault_of(value) is not None:
+            continue
+        elif value.is_cpu:
+            piece = _piece_of(size_bytes, map(byte_view, _pieces_of(value)))
+        else:
+            piece, parts = b"", list(_pieces_of(value))
+            on_devices.setdefault(value.device, []).append((len(pieces), parts))
+        names.append(name)
+        sizes.append(size_bytes)
+        pieces.append(piece)
+    for tensors in on_devices.values():
+        # One copy for all: each costs a round trip to the device.
+        joined = torch.cat([part for _, parts in tensors for part in parts] or [_EMPTY]).cpu()
+        lengths = [sum(part.numel() for part in parts) for _, parts in tensors]
+        for (row, _), part in zip(tensors, torch.split(joined, lengths), strict=True):
+            pieces[row] = _piece_of(sizes[row], [byte_view(part)])
+    for name, checksum in values_of(state).items():
+        names.append(name)
+        sizes.append(_NO_TENSOR)
+        pieces.append(_packed(checksum))
+    return LocalSample(names=names, sizes=sizes, pieces=pieces)
+
+
+def staged_sample(
+    tensors: Iterable[tuple[str, memoryview]], values: Mapping[str, int]
+) -> LocalSample:
+    """Return the sample of tensors whose elements lie in memory in C order, and of other values."""
+    names, sizes, pieces = list[str](), list[int](), list[bytes]()
+    for name, memory in tensors:
+        names.append(name)
+        sizes.append(len(memory))
+        blocks = (memory[start:stop] for start, stop in blocks_of(len(memory)))
+        pieces.append(_piece_of(len(memory), blocks))
+    return LocalSample(
+        names=[*names, *values],
+        sizes=[*sizes, *[_NO_TENSOR] * len(values)],
+        pieces=[*pieces, *map(_packed, values.values())],
+    )
+
+
+def _packed(checksum: int) -> bytes:
+    return checksum.to_bytes(4, "little")
+
+
+def _piece_of(size_bytes: int, blocks: Iterable[memoryview]) -> bytes:
+    if size_bytes <= _RAW_BYTES:
+        return b"".join(blocks)
+    checksum = 0
+    for block in blocks:
+        checksum = crc32c_of(block, checksum)
+    return _packed(checksum)
+
+
+def values_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the checksums of what is no tensor in a flat state."""
+    return {
+        name: checksum_of_value(value)
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__")
+    }
+
+
+def _checksum_at(address: int, size_bytes: int) -> int:
+    checksum = 0
+    for start, stop in blocks_of(size_bytes):
+        checksum = crc32c_of(string_at(address + start, stop - start), checksum)
+    return checksum
+
+
+def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the sampled elements of any dense tensor in C order, as bytes on its device."""
+    tensor, item_bytes = tensor.detach(), tensor.element_size()
+    is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    for start, stop in blocks_of(tensor.nbytes):
+        first, last = start // item_bytes, stop // item_bytes
+        if is_flat:
+            # Where a dimension has one element, it may have any stride there.
+            elements = tensor.as_strided((tensor.numel(),), (1,))[first:last]
+        else:
+            at = torch.arange(first, last, device=tensor.device)
+            # Torch indexes not every kind of number, but integers of the same size.
+            is_lazy = tensor.is_conj() or tensor.is_neg()
+            words = tensor if is_lazy else tensor.view(_WORDS.get(item_bytes, tensor.dtype))
+            elements = words[torch.unravel_index(at, words.shape)] if words.ndim else words
+            elements = elements.resolve_conj().resolve_neg().reshape(-1)
+        if elements.numel():
+            yield elements.view(torch.uint8)
+
+
+def checksum_of_value(value: object) -> int:
+    """Return a checksum that is equal for equal plain values; of other objects it has the type.
+
+    Not of their pickles: those of equal values may differ.
+    """
+    return crc32c_of("\0".join(_spelt(value)).encode(errors="surrogatepass"))
+
+
+_SPELT = (bool, int, float, complex, str, bytes, bytearray, type(None), np.generic, torch.dtype)
+
+
+def _spelt(value: object) -> Iterator[str]:
+    """Yield what tells a value from others, for at most `_MAX_LEAVES` values inside."""
+    stack = [value]
+    for _ in range(_MAX_LEAVES):
+        if not stack:
+            return
+        item = stack.pop()
+        yield type(item).__qualname__
+        if isinstance(item, _SPELT):
+            yield repr(item)
+        elif isinstance(item, Mapping):
+            pairs = sorted(item.items(), key=lambda pair: repr(pair[0]))
+            stack += [part for pair in pairs for part in pair]
+        elif isinstance(item, list | tuple):
+            # A huge list is not copied.
+            stack += item[:_MAX_LEAVES]
+        elif isinstance(item, set | frozenset):
+            stack += sorted(map(repr, item))[:_MAX_LEAVES]
+        elif isinstance(item, np.ndarray) and item.dtype != object:
+            yield repr((item.dtype, item.shape))
+            yield item.ravel()[:BLOCK_BYTES].tobytes().hex()
+        elif type(item) in PLAIN and fault_of(item) is None:  # type: ignore[arg-type]  # a tensor
+            part: Any = item
+            yield _piece_of(part.nbytes, map(byte_view, _pieces_of(part.cpu()))).hex()
+
+
+def find_differences(
+    samples: Sequence[ReplicaSample], global_ranks: Sequence[int] | None = None
+) -> list[Difference]:
+    """Return the names that several ranks have, with values that differ."""
+    base = samples[0]
+    known = dict(zip(base.names, base.checksums, strict=True))
+    names: dict[str, None] = {}
+    base_checksums = np.frombuffer(base.checksums, dtype=np.uint32)
+    for sample in samples[1:]:
+        if sample.names == base.names:
+            checksums = np.frombuffer(sample.checksums, dtype=np.uint32)
+            unlike = np.flatnonzero(checksums != base_checksums)
+            names.update((sample.names[row], None) for row in unlike)
+            continue
+        for name, checksum in zip(sample.names, sample.checksums, strict=True):
+            if known.setdefault(name, checksum) != checksum:
+                names[name] = None
+    sizes = dict.fromkeys(names, _NO_TENSOR)
+    ranks_of: dict[str, dict[int, list[int]]] = {name: {} for name in names}
+    ranks = range(len(samples)) if global_ranks is None else global_ranks
+    for rank, sample in zip(ranks, samples, strict=True):
+        rows = zip(sample.names, sample.sizes, sample.checksums, strict=True)
+        for name, size_bytes, checksum in rows:
+            if name in ranks_of:
+                sizes[name] = size_bytes
+                ranks_of[name].setdefault(checksum, []).append(rank)
+    return [
+        Difference(name=name, size_bytes=sizes[name], ranks_of=ranks_of[name]) for name in names
+    ]
+
+
+def settle_differences(
+    differences: Sequence[Difference],
+    policy: Replicas,
+    *,
+    url: str,
+    is_preemption: bool,
+    stored: str = "those of the lowest rank are stored",
+    effect: str = "Nothing was written.",
+) -> None:
+    """Log what is stored all the same. Raises `RankMismatchError` for what fails the save.
+
+    `stored` says which values are stored, `effect` what was done before an error.
+    """
+    if policy == "first":
+        return
+    refused = [
+        difference
+        for difference in differences
+        if difference.is_large or (policy == "raise" and difference.is_tensor)
+    ]
+    if refused and not is_preemption:
+        first = refused[0]
+        more = f" (and {len(refused) - 1} more names)" if len(refused) > 1 else ""
+        raise RankMismatchError(
+            f"Ranks hold different tensors of {first.size_bytes} bytes by the name {first.name}"
+            f"{more}: {'; '.join(_groups(first))}. {effect}",
+            values=dict(zip(_labels(first), first.ranks_of.values(), strict=True)),
+            phase="plan",
+            next_step="Give each rank's value a name of its own, wrap it in PerRank to keep all, "
+            "or pass replicas='first' to keep that of the lowest rank.",
+        )
+    if refused:
+        listing = ", ".join(map(str, refused))
+        log.error("The preemption save to %s: ranks differ in %s; %s.", url, listing, stored)
+    names = {difference.name for difference in refused}
+    fresh = [
+        difference
+        for difference in differences
+        if difference.name not in names and difference.name not in _warned_keys
+    ]
+    _warned_keys.update(difference.name for difference in fresh)
+    if fresh:
+        log.warning(
+            "The save to %s: ranks differ in %s; %s, here and in later saves. Wrap a value in "
+            "PerRank to keep that of every rank.",
+            url,
+            ", ".join(map(str, fresh)),
+            stored,
+        )
+
+
+def _labels(difference: Difference) -> list[str]:
+    return [f"checksum {checksum:08x}" for checksum in difference.ranks_of]
+
+
+def _groups(difference: Difference) -> list[str]:
+    groups = zip(_labels(difference), difference.ranks_of.values(), strict=True)
+    return [f"{label}: ranks {spell_ranks(ranks)}" for label, ranks in groups]

@@ -1,0 +1,144 @@
+"""Values that are no tensors of a model: nested containers, int keys, views and empty ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dcp_cases
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_cases import same, seeded
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckpt_storage
+from ckpt_storage import AsyncSaver, CheckpointError
+
+
+def _by_dcp(state: dict[str, Any], path: Path) -> None:
+    dcp_cases.save(state, path)
+
+
+def _in_thread(state: dict[str, Any], path: Path) -> None:
+    with AsyncSaver(mode="thread") as saver:
+        saver.save(state, path, sync_files=False).result()
+
+
+def _by_us(state: dict[str, Any], path: Path) -> None:
+    ckpt_storage.save(state, path, sync_files=False)
+
+
+each_save = pytest.mark.parametrize("save", [_by_us, _by_dcp, _in_thread])
+each_load = pytest.mark.parametrize(
+    "load", [ckpt_storage.load, dcp_cases.load], ids=["ours", "dcp"]
+)
+
+
+def test_stock_dcp_puts_values_of_int_keys_beside_them(tmp_path: Path) -> None:
+    """Stock `dcp.load` leaves the int key as it was, and the next save fails (pytorch 153842)."""
+    dcp.save({"m": {5: 1}}, checkpoint_id=tmp_path, no_dist=True)
+    target: dict[str, Any] = {"m": {5: 0}}
+    dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert target == {"m": {5: 0, "5": 1}}
+    with pytest.raises((ValueError, CheckpointException), match="duplicated flatten key"):
+        dcp.save(target, checkpoint_id=tmp_path, no_dist=True)
+
+
+@each_load
+def test_int_keys_are_restored_under_themselves(tmp_path: Path, load: Any) -> None:
+    """Values go back under the target's own keys, nested ones and lists included; saved again."""
+    state: dict[str, Any] = {
+        "milestones": {5: 1, 8: 2},
+        "nested": {0: {"lr": 0.1, 1: [{2: "x"}, 3]}, "7": {7: True}},
+        "tensors": {1: torch.ones(2)},
+        "new": {},
+    }
+    target: dict[str, Any] = {
+        "milestones": {5: 0, 8: 0},
+        "nested": {0: {"lr": 0.0, 1: [{2: ""}, 0]}, "7": {7: False}},
+        "tensors": {1: torch.zeros(2)},
+        "new": {},
+    }
+    ckpt_storage.save(state, tmp_path / "1", sync_files=False)
+    load(target, tmp_path / "1")
+    assert same(target, state)
+    ckpt_storage.save(target, tmp_path / "2", sync_files=False)
+    load(target, tmp_path / "2")
+    assert same(target, state)
+
+
+def test_int_keys_at_the_top_are_restored(tmp_path: Path) -> None:
+    """Keys of several types may stand beside each other at the top of a state."""
+    state: dict[Any, Any] = {3: "top", "a": 1, 4: torch.ones(2)}
+    ckpt_storage.save(state, tmp_path, sync_files=False)
+    target: dict[Any, Any] = {3: "", "a": 0, 4: torch.zeros(2)}
+    ckpt_storage.load(target, tmp_path)
+    assert same(target, state)
+
+
+@each_load
+def test_a_schedulers_milestones_are_restored(tmp_path: Path, load: Any) -> None:
+    """`MultiStepLR` keeps a `Counter` of ints, which a load restores."""
+    rates = []
+    for is_resumed in (False, True):
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 3])
+        if is_resumed:
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 7, 9])
+            target = {"s": scheduler.state_dict()}
+            target["s"]["milestones"].clear()
+            target["s"]["milestones"].update({1: 0, 2: 0, 3: 0})
+            load(target, tmp_path)
+            scheduler.load_state_dict(target["s"])
+        else:
+            optimizer.step()
+            scheduler.step()
+            ckpt_storage.save({"s": scheduler.state_dict()}, tmp_path, sync_files=False)
+        rates.append(dict(scheduler.milestones))
+    assert rates == [{1: 1, 2: 1, 3: 1}] * 2
+
+
+@each_save
+def test_views_in_containers_store_their_own_elements(tmp_path: Path, save: Any) -> None:
+    """A row of a large tensor in a tuple takes a row's bytes; it comes back equal."""
+
+    class _Pair(NamedTuple):
+        first: torch.Tensor
+        second: int
+
+    large = seeded(1, 1 << 18, 4)
+    small = seeded(2, 7)
+    state: dict[str, Any] = {
+        "rows": (large[3], [large[5], {"x": large[:2, 1]}], small),
+        "tied": (small, small),
+        "transposed": (seeded(3, 4, 5).t(),),
+        "expanded": (torch.ones(1).expand(9),),
+        "ordered": OrderedDict(a=(large[1],)),
+    }
+    before = large.clone()
+    save(state, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.distcp")) < 64 << 10
+    ckpt_storage.load(target := dcp_cases.zeros_like(state), tmp_path)
+    target["ordered"] = dict(target["ordered"] or {})
+    assert same(target["rows"], state["rows"])
+    assert same(target["tied"], state["tied"])
+    assert target["tied"][0] is target["tied"][1]
+    assert same(target["transposed"], state["transposed"])
+    assert same(target["expanded"], state["expanded"])
+    assert torch.equal(large, before)
+    assert _Pair is not None
+
+
+def test_stock_dcp_stores_whole_storages_of_views(tmp_path: Path) -> None:
+    """Stock `dcp.save` pickles the storage that a view is of."""
+    dcp.save({"rows": (seeded(1, 1 << 18, 4)[3],)}, checkpoint_id=tmp_path, no_dist=True)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.distcp")) > 1 << 22
+
+
+def test_two_keys_of_one_spelling_are_refused_by_name(tmp_path: Path) -> None:
+    """An int key and a text of the same spelling cannot both be stored."""
+    with pytest.raises(CheckpointError, match=r"m\.5"):
+        ckpt_storage.save({"m": {5: 1, "5": 2}}, tmp_path)
