@@ -455,7 +455,7 @@ _BACKGROUND_MUTANTS = [
         "background/interpreter_exit.py",
         "rank.heard_s - rank.idle_s",
         "rank.heard_s",
-        [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],
+        [f"{_HANDLE}::test_an_exit_waits_for_no_rank_that_only_lives"],
     ),
     Mutant(
         "background/interpreter_exit.py",
@@ -1213,8 +1213,8 @@ _LOADS_MUTANTS = [
     ),
     Mutant(
         "loads/tensors.py",
-        "is not getattr(torchs, n) or n in own for n in _RESOLVING):",
-        "is not getattr(torchs, n) for n in _RESOLVING):",
+        "is not getattr(torchs, n) or n in own for n in names):",
+        "is not getattr(torchs, n) for n in names):",
         [_REFUSED],
     ),
 ]
