@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import ckpt_storage
+from ckpt_storage import FormatError
 from ckpt_storage.commit.cleaning import free_leftovers
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
 from ckpt_storage.store import open_store
@@ -75,6 +78,11 @@ def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
         assert len(lazy.sharding) == (1 if opened.format == "safetensors" else 2)
         cut = cases.CUTS[name]
         assert sum(chunk.sizes[cut] for chunk in lazy.sharding) == tensor.shape[cut]
+
+
+def test_a_sound_checkpoint_of_any_format_is_called_so(opened: Checkpoint) -> None:
+    """Its files end where their last tensor does, or behind it."""
+    assert ckpt_storage.verify(opened.url).ok
 
 
 def test_whole_tensors_come_as_numpy_and_as_torch(opened: Checkpoint) -> None:
@@ -340,6 +348,17 @@ def test_files_that_another_writer_replaced_are_noticed(
     for either in (opened, fresh):
         with pytest.raises(ckpt_storage.CheckpointGoneError, match="gone"):
             either["model.rows"][:]
+
+
+def test_elements_that_no_chunk_holds_are_not_made_up(tmp_path: Path) -> None:
+    """A read that finds too few elements raises; the rest of its memory would pass for values."""
+    ckpt_storage.save({"w": torch.ones(8)}, tmp_path)
+    with open_checkpoint(tmp_path) as opened:
+        handle = opened._handle  # noqa: SLF001  # opening refuses such documents before
+        record = replace(handle.tensors["w"], boxes=[Box((0,), (5,))])
+        handle.tensors = {"w": record}
+        with pytest.raises(FormatError, match="hold 5 of 8 elements"):
+            opened["w"][:]
 
 
 def test_a_closed_checkpoint_refuses_reads(opened: Checkpoint) -> None:

@@ -106,6 +106,10 @@ def test_elements_within_a_tolerance_are_alike(tmp_path: Path) -> None:
     assert compared(tmp_path, {"a": left}, {"a": right}, rtol=0.02).is_equal
     change = only(diff(tmp_path / "left", tmp_path / "right", atol=0.5))
     assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
+    # What is just as far apart as is allowed is alike, whichever side is larger.
+    assert compared(tmp_path, {"a": left}, {"a": left + 0.5}, atol=0.5).is_equal
+    for one, other in ((left, 2 * left), (2 * left, left)):
+        assert compared(tmp_path, {"a": one}, {"a": other}, rtol=0.5).is_equal
     # The extremes of a type are as far apart as they are; neighbours of 64 bits are told apart.
     for low, high in ((-(2**63), 2**63 - 1), (2**62, 2**62 + 1)):
         change = only(compared(tmp_path, {"a": torch.tensor([low])}, {"a": torch.tensor([high])}))

@@ -16,7 +16,7 @@ from copy_cases import files_below, flip, save, saved_stock
 from dcp_cases import same
 from safetensors.torch import load_file
 
-from ckpt_storage import InvalidInputError, delete
+from ckpt_storage import CheckpointInfo, InvalidInputError, delete
 from ckpt_storage.cli import change
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.testing.s3_server import S3Server
@@ -306,6 +306,8 @@ def test_doctor_reports_and_advises(tmp_path: Path) -> None:
         (["convert", "{tmp}/two.pt", "{tmp}/x", "--to", "dcp"], "a.b"),
         (["prune", "{tmp}/nothing", "--keep-latest", "1"], "does not exist"),
         (["ls", "{last}"], "is a checkpoint itself"),
+        (["ls", "{tmp}/stock"], "is a checkpoint itself"),
+        (["cat", "{last}", "model.w", "--slice", "::0"], "has a step of 0"),
         (["prune", "{last}", "--keep-latest", "1", "--yes"], "is a checkpoint itself"),
         (["convert", "{last}", "{tmp}/x", "--to", "safetensors"], "Pass --drop-unsupported"),
         (["show", "{tmp}/nothing"], "ckpt-storage ls ROOT"),
@@ -347,6 +349,35 @@ def test_no_name_in_an_error_reaches_the_terminal_as_it_is(
     assert result.exit_code == 1, result.output
     assert "evil" in result.stderr
     assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+
+
+@pytest.mark.parametrize("command", ["cat", "show", "stats"])
+def test_no_name_that_is_printed_reaches_the_terminal_as_it_is(
+    tmp_path: Path, command: str
+) -> None:
+    """Control characters are spelt out where nothing is wrong, too."""
+    save({EVIL: torch.arange(4)}, tmp_path / "c")
+    result = call(command, tmp_path / "c", EVIL)
+    assert result.exit_code == 0, result.output
+    assert "evil" in result.output
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_ls_with_a_folder_that_may_not_be_read_exits_with_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be the newest checkpoint, so the list is not one to go by."""
+    info = CheckpointInfo(url="s3://b/c", name="c", format="unreadable", problem="AccessDenied")
+    monkeypatch.setattr("ckpt_storage.cli.look.list_checkpoints", lambda *_, **__: [info])
+    assert "AccessDenied" in refused("ls", "s3://b")
+
+
+def test_cp_that_leaves_a_damaged_export_out_exits_with_one(tmp_path: Path) -> None:
+    """The checkpoint is copied, and the exit code says that not all of it was."""
+    save({"w": torch.arange(4000)}, tmp_path / "c")
+    assert call("consolidate", tmp_path / "c").exit_code == 0
+    flip(tmp_path / "c" / "hf" / "model.safetensors", -1)
+    assert answer("cp", tmp_path / "c", tmp_path / "d", code=1)["failed_exports"].keys() == {"hf"}
 
 
 def test_options_come_from_a_file_and_the_command_line(
@@ -415,9 +446,15 @@ def test_secrets_are_never_printed(
         result = call(*arguments)
         assert SECRET not in result.output + result.stderr, arguments
     file.write_text(json.dumps({**options, "endpoint_url": "http://minio:9000"}))
-    broken = ZeroDivisionError(f"{PASSWORDS} at http://minio:9000")
-    monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", mock.Mock(side_effect=broken))
     json_value = f'client_kwargs={{"x": {{"aws_token": "{PASSWORDS[2]}"}}}}'
+    for kind in (ZeroDivisionError, InvalidInputError):
+        broken = mock.Mock(side_effect=kind(f"{PASSWORDS} at http://minio:9000"))
+        monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", broken)
+        check_hidden(file, json_value)
+
+
+def check_hidden(file: Path, json_value: str) -> None:
+    """Fail if what `show` prints of an error shows a password, from the file or the JSON."""
     for words in (["--storage-options-file", file], [f"--storage-options-file={file}"]):
         for more in ([], ["--debug"]):
             result = call("show", "s3://b/x", *words, "--storage-option", json_value, *more)

@@ -247,6 +247,14 @@ def test_every_byte_of_an_export_counts(url: Path) -> None:
     assert ckpt_storage.verify(url).ok
 
 
+def test_an_index_of_other_bytes_is_found(url: Path) -> None:
+    """So is one that names the same files for the same tensors, in another spelling."""
+    index = url / "hf" / INDEX
+    index.write_text(json.dumps(json.loads(index.read_text()), indent=7))
+    (problem,) = ckpt_storage.verify(url).problems
+    assert problem.file == f"hf/{INDEX}"
+
+
 def test_an_export_is_verified_by_its_own_url(url: Path, tmp_path: Path) -> None:
     """The record in a folder checks it, wherever it lies; without an index it promises nothing."""
     consolidate(url, tmp_path / "elsewhere")

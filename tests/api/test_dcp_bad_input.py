@@ -143,7 +143,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (Writer, {"part_bytes": 10}, "at least one block"),
     (Writer, {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19}, "lower part_bytes"),
     (Reader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
-    (Reader, {"shared_reads": "yes"}, "'auto' or 'never'"),
+    (Reader, {"shared_reads": "yes"}, "'auto', 'always' or 'never'"),
 ]
 
 

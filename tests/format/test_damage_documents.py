@@ -213,7 +213,13 @@ def test_a_document_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [("dtypes/0", "int32"), ("tensors/fqns/1", "c"), ("blobs/fqns/0", "absent")]
+    ("path", "value"),
+    [
+        ("dtypes/0", "int32"),
+        ("tensors/fqns/1", "c"),
+        ("blobs/fqns/0", "absent"),
+        ("files/crc32c", "AAAAAA=="),
+    ],
 )
 def test_documents_that_contradict_each_other_are_found(
     checkpoint: Checkpoint, path: str, value: str

@@ -8,6 +8,7 @@ import struct
 import tracemalloc
 import zlib
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -206,6 +207,16 @@ def test_what_is_packed_otherwise_than_it_says_is_refused(
     fields = documents.Fields({"key": packed | change}, "here")
     with pytest.raises(FormatError, match="here"):
         fields.names("key") if packed is NAMES else fields.column("key")
+
+
+def test_bytes_behind_a_packed_stream_are_refused() -> None:
+    """What stands there is no part of the column, so somebody else wrote it."""
+    packed: Any = documents.pack_column(range(300))
+    assert len(documents.Fields({"key": packed}, "here").column("key")) == 300
+    data = base64.b64decode(packed["zlib"]) + b"more"
+    packed["zlib"] = base64.b64encode(data).decode()
+    with pytest.raises(FormatError, match="packed 'key'"):
+        documents.Fields({"key": packed}, "here").column("key")
 
 
 def test_nothing_is_inflated_beyond_what_was_declared() -> None:

@@ -136,12 +136,23 @@ def legacy(sign: Path) -> bytes:
     return stream.getvalue()
 
 
+def inert_script(_: Path) -> bytes:
+    """Return an archive that torch takes for TorchScript, although its pickle is a number."""
+    stream = io.BytesIO()
+    torch.save(1, stream)
+    with zipfile.ZipFile(stream, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}/constants.pkl", pickle.dumps(()))
+    return stream.getvalue()
+
+
 BLOBS: dict[str, Callable[[Path], bytes]] = {
     "nothing": lambda _: b"",
     "garbage": lambda _: b"garbage",
     "a pickle": lambda _: pickle.dumps(1),
     "no archive": lambda _: b"PK\x03\x04" + b"\0" * 60,
     "TorchScript": script,
+    "TorchScript of a number": inert_script,
     "legacy": legacy,
 }
 
@@ -155,7 +166,8 @@ def test_blobs_that_torch_cannot_read_or_would_run_are_refused(tmp_path: Path, n
     dcp_cases.save({"x": 1}, tmp_path / "run", planner=planner)
     error = load_failure(tmp_path / "run", {"x": None})
     assert isinstance(error, FormatError | UnsafeContentError)
-    assert isinstance(error, UnsafeContentError) or name not in {"TorchScript", "legacy"}
+    is_run = name.startswith("TorchScript") or name == "legacy"
+    assert isinstance(error, UnsafeContentError) or not is_run
     assert "x in saves/" in str(error)
     assert "\n" not in str(error)
     assert not (tmp_path / "ran").exists()
@@ -189,17 +201,32 @@ def test_a_malicious_metadata_beside_ours_does_not_run(tmp_path: Path) -> None:
     assert not sign.exists()
 
 
+def replace_item(folder: Path, value: object) -> None:
+    """Put what `torch.save` makes of a value in place of the only item of a stock checkpoint."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    (folder / info.relative_path).write_bytes(stream.getvalue())
+    info.offset, info.length = 0, len(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, 3).t(), torch.ones(3, 2)])
+def test_a_tensor_item_of_another_shape_is_refused(tmp_path: Path, value: torch.Tensor) -> None:
+    """So is one that only torch itself reads, as its strides are not those of C order."""
+    dcp.save({"a": torch.ones(2, 3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "run"))
+    replace_item(tmp_path / "run", value)
+    opened = ckpt_storage.open_checkpoint(tmp_path / "run")
+    with pytest.raises(FormatError, match=r"has (the )?shape \[3, 2\]"):
+        opened["a"][:]
+
+
 def test_a_tensor_item_that_is_something_else_is_refused(tmp_path: Path) -> None:
     """A stock item of a tensor whose pickle calls a function is refused, and does not run."""
     folder, sign = tmp_path / "run", tmp_path / "ran"
     dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder))
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    (info,) = metadata.storage_data.values()
-    stream = io.BytesIO()
-    torch.save(attack(sign), stream)
-    (folder / info.relative_path).write_bytes(stream.getvalue())
-    info.offset, info.length = 0, len(stream.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    replace_item(folder, attack(sign))
     error = refused(folder, {"a": torch.zeros(3)})
     assert "a in __0_0.distcp" in str(error)
     assert "posix.mkdir" in str(error)
@@ -334,3 +361,16 @@ def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Pa
     assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
     with pytest.raises(FormatError, match=r"2 different ones hold the element \[2\]"):
         loaded(with_gap(tmp_path / "b", second=2))
+
+
+def test_a_pickle_that_torch_would_not_write_is_not_inert() -> None:
+    """Neither is one that leaves values over, nests deeply, or sets a state twice."""
+    dtype = pickled(np.dtype("f4"))
+    state = dtype[dtype.rindex(b"(K\x03") : -1]
+    assert is_inert_with_numpy(dtype)
+    assert not is_inert_with_numpy(dtype[:-1] + state + b".")
+    assert is_inert_with_numpy(b"\x80\x02K\x01.")
+    assert not is_inert_with_numpy(b"\x80\x02K\x01K\x02.")
+    for depth in (50, 150):
+        nested = b"\x80\x02" + b"(" * depth + b"t" * depth + b"."
+        assert is_inert_with_numpy(nested) == (depth == 50)

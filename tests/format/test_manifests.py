@@ -144,6 +144,15 @@ def test_items_that_overlap_are_refused() -> None:
         RankManifest.from_body(body, where="here")
 
 
+def test_an_item_that_ends_behind_its_file_is_refused() -> None:
+    """A file has at least the bytes of its items."""
+    body = copy.deepcopy(RANK_BODY)
+    items = body["files"][0]["items"]
+    body["files"][0]["bytes"] = items["item_start"][-1] + items["item_bytes"][-1] - 1
+    with pytest.raises(FormatError, match="describes item"):
+        RankManifest.from_body(body, where="here")
+
+
 @settings(deadline=None, max_examples=400)
 @given(changed(BODY))
 def test_a_manifest_with_other_columns_is_refused_or_sound(body: dict[str, Any]) -> None:

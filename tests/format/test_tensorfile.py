@@ -237,6 +237,7 @@ class TestSafetensors:
         [
             ({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3, "'a'.*F6_E2M3"),
             ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "'a'.*do not fit"),
+            ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, 8, "'a'.*do not fit"),
             ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, 3, "before .*'a'"),
             ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 1, "1 bytes of data; 2"),
             ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 3, "3 bytes of data; 2"),

@@ -14,13 +14,13 @@ import commit_tools as tools
 import manager_cases as cases
 import pytest
 import torch.distributed.checkpoint as dcp
-from prune_cases import EXPORT, FAR, at, heads, name_of, prune, pruner, save
+from prune_cases import EXPORT, FAR, DiskRoot, at, heads, name_of, prune, pruner, save
 
 import ckpt_storage
 from ckpt_storage import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, RetentionPolicy
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.errors import FormatError, PhaseTimeoutError
+from ckpt_storage.errors import FormatError, PhaseTimeoutError, StorageError
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import Candidate, KeepAny
@@ -301,6 +301,46 @@ def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, is_archived: bool)
     why = "it is a link" if is_archived else "best is a link to it"
     assert report.skipped == {name_of(1): why}
     assert _restored_from(folder) == 1
+
+
+def test_no_plan_deletes_what_is_newer_than_its_newest(store: tools.DictStore) -> None:
+    """Whoever made the plan: without something newer that is sound a checkpoint stays."""
+    one = pruner(at_times(store, 1, 2), KeepLatest(1))
+    plan = one.prune(FAR, dry_run=True)
+    (old,), newest = plan.planned, plan.kept[-1]
+    report = one.execute(replace(plan, planned=(newest,), newest=old.info), FAR)
+    assert report.skipped == {name_of(2): "nothing sound is newer"}
+    assert _steps_in(store) == [1, 2]
+
+
+def test_a_stock_save_into_leftovers_is_none(tmp_path: Path) -> None:
+    """Between plan and execution another tool saves into a folder that held leftovers."""
+    cases.saved(tmp_path, 2)
+    folder = tmp_path / name_of(1)
+    folder.mkdir()
+    (folder / "note").touch()
+    one = Pruner(Root(Location.of(tmp_path), StepNames()), KeepLatest(1))
+    plan = one.prune(FAR, dry_run=True)
+    assert plan.leftovers == (name_of(1),)
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(folder))
+    before = _contents(folder)
+    assert one.execute(plan, FAR).skipped == {name_of(1): "another tool wrote it"}
+    assert _contents(folder) == before
+
+
+def test_a_storage_that_does_not_answer_is_no_unreadable_checkpoint(
+    store: tools.DictStore,
+) -> None:
+    """What may not be read is a state of the folder; a request that fails is an error."""
+    save(store, 1)
+    for kind in ("connection", "permission"):
+        rule = Rule(action="error", operation="get", path=name_of(1), kind=kind, hit_count=None)
+        root = DiskRoot(store.failing(rule))
+        if kind == "permission":
+            assert root.read_state(name_of(1), FAR).status == "unreadable"
+        else:
+            with pytest.raises(StorageError):
+                root.read_state(name_of(1), FAR)
 
 
 def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:

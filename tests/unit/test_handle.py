@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
+import sys
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from reentry import interrupt_each_line
@@ -15,6 +19,7 @@ from ckpt_storage import (
     CheckpointInfo,
     CommitUnknownError,
     ConsolidationError,
+    InvalidInputError,
     PhaseTimeoutError,
     SaveCancelledError,
     SaveHandle,
@@ -161,6 +166,38 @@ def test_callbacks_are_called_once_at_the_end(
     assert len([record for record in caplog.records if "callback" in record.getMessage()]) == 2
 
 
+def test_a_callback_that_exits_keeps_no_other_from_its_call(status: SaveStatus) -> None:
+    """In the saver's thread an exit would end every later save, so it is logged like an error."""
+    called: list[SaveHandle] = []
+    status.add_done_callback(lambda _: sys.exit(1))
+    status.add_done_callback(called.append)
+    status.succeed(INFO)
+    assert called == [status]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+def test_a_child_of_fork_is_refused_the_handle_of_its_parent(status: SaveStatus) -> None:
+    """It has no thread that would end the save, so it would wait in vain."""
+
+    def child(pipe: Any) -> None:
+        refused = 0
+        for call in (status.result, status.wait_staged, status.progress, status.cancel):
+            with contextlib.suppress(InvalidInputError):
+                call()
+                continue
+            refused += 1
+        pipe.send(refused)
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=child, args=(theirs,))
+    process.start()
+    assert ours.poll(20)
+    assert ours.recv() == 4
+    process.join(20)
+    assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("call", ["mark_staged", "succeed", "wait_staged", "result"])
 def test_a_signal_handler_may_use_the_handle_it_interrupts(status: SaveStatus, call: str) -> None:
     """Waits in a handler end at their limit, whatever call of the same handle it came in."""
@@ -201,6 +238,37 @@ def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPa
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
     assert interpreter_exit.flush([first, second]) == []
+
+
+def test_an_exit_waits_for_no_rank_that_only_lives(
+    status: SaveStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats without progress are none: the save is lost once nothing has moved for long."""
+    monkeypatch.setattr(interpreter_exit, "STALL_S", 0.3)
+    start_s = time.monotonic()
+
+    def source() -> tuple[dict[int, RankProgress], None]:
+        now_s = time.monotonic()
+        return {1: replace(sign(1, "write"), heard_s=now_s, idle_s=now_s - start_s)}, None
+
+    status.follow(source, lambda _: None)
+    status.mark_staged()
+    interpreter_exit.flush_at_exit(status, 20.0, Timeouts())
+    assert interpreter_exit.flush([status]) == [status]
+    assert time.monotonic() - start_s < 15
+
+
+def test_a_rank_in_the_commit_has_the_time_of_a_write_as_well(
+    status: SaveStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits there for the slowest write; an exit gives it as long."""
+    monkeypatch.setattr(interpreter_exit, "_GRACE_S", 0.0)
+    own = replace(sign(1, "commit"), heard_s=time.monotonic())
+    status.follow(lambda: ({1: own}, None), lambda _: None)
+    status.mark_staged()
+    interpreter_exit.flush_at_exit(status, 20.0, Timeouts(commit=0.01, write=20.0))
+    threading.Timer(1.0, status.succeed, [INFO]).start()
+    assert interpreter_exit.flush([status]) == []
 
 
 def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveStatus) -> None:

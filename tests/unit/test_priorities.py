@@ -16,7 +16,7 @@ import torch
 from saver_cases import END_S, quick_saver, until
 
 from ckpt_storage import AsyncSaver, InvalidInputError
-from ckpt_storage.background.priorities import apply_priorities
+from ckpt_storage.background.priorities import apply_priorities, check_priorities
 
 SCRIPT = """
 import os, subprocess, sys, threading
@@ -81,6 +81,12 @@ def test_priorities_that_cannot_be_are_refused(options: dict[str, Any], message:
     """A saver refuses them before it starts a worker."""
     with pytest.raises(InvalidInputError, match=message):
         AsyncSaver(**options)
+
+
+def test_the_ends_of_the_range_are_priorities() -> None:
+    """-20 and 19 are what setpriority(2) takes."""
+    for nice in (-20, 19):
+        check_priorities(nice, None, has_worker=True)
 
 
 @pytest.mark.skipif(

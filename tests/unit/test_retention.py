@@ -167,6 +167,13 @@ def test_policies_are_values() -> None:
     )
 
 
+def test_a_checkpoint_of_just_the_age_is_not_newer() -> None:
+    """KeepNewerThan keeps what was committed less than the age ago."""
+    ages_s = {"step-1": 60.0, "step-2": 59.5, "step-3": 0.0}
+    plan = plan_of([info(1), info(2), info(3)], KeepNewerThan(60), ages_s=ages_s)
+    assert steps(plan) == [2, 3]
+
+
 VALUES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, math.nan, math.inf, -math.inf]))
 INFOS = st.dictionaries(st.integers(0, 40), VALUES, max_size=16).map(
     lambda losses: [info(step, loss=loss) for step, loss in losses.items()]
@@ -394,6 +401,17 @@ def test_a_name_is_one_that_a_step_has_or_none(template: str, name: str) -> None
     names = StepNames(template)
     step = names.step_of(name)
     assert step is None or names.name_of(step) == name
+
+
+def test_another_spelling_of_a_number_is_no_step() -> None:
+    """Two folders would be one step: a name is spelt with just the zeros of the template."""
+    for template, name in (
+        ("step-{step:08d}", "step-7"),
+        ("s{step}", "s07"),
+        ("s{step:02d}", "s7"),
+    ):
+        assert StepNames(template).step_of(name) is None
+        assert StepNames(template).step_of(StepNames(template).name_of(7)) == 7
 
 
 def test_what_is_no_name_template_or_step_is_refused() -> None:

@@ -94,8 +94,10 @@ def fail(operation: Operation, error: CheckpointError) -> None:
     operation._rounds.failure = error  # noqa: SLF001  # as the ranks' store reports it
 
 
-def beat(phase: Phase, done_bytes: int) -> RankProgress:
-    return RankProgress(rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=1)
+def beat(phase: Phase, done_bytes: int, done_files: int = 1) -> RankProgress:
+    return RankProgress(
+        rank=1, phase=phase, done_bytes=done_bytes, total_bytes=4, done_files=done_files
+    )
 
 
 def test_each_byte_and_file_of_a_worker_counts_and_shows_once() -> None:
@@ -103,13 +105,14 @@ def test_each_byte_and_file_of_a_worker_counts_and_shows_once() -> None:
     operation, shown = operation_of(), list[tuple[int, int]]()
 
     def act(pipe: Connection) -> None:
-        for message in ("write", *(beat("write", done) for done in (1, 1, 4)), Response(value=7)):
+        beats = [beat("write", done) for done in (1, 1, 4)]
+        for message in ("write", *beats, beat("write", 4, done_files=2), Response(value=7)):
             pipe.send(message)
 
     show = lambda event: shown.append((event.done_bytes, event.total_bytes))  # noqa: E731
     assert save_on(Scripted(act), operation, show).write() == 7
     own = operation.heartbeats.own()
-    assert (own.phase, own.done_bytes, own.total_bytes, own.done_files) == ("write", 4, 4, 1)
+    assert (own.phase, own.done_bytes, own.total_bytes, own.done_files) == ("write", 4, 4, 2)
     assert (operation.deadline.phase, shown) == ("write", [(1, 4), (4, 4)])
 
 
@@ -282,6 +285,15 @@ def test_a_trainer_that_was_stopped_reads_what_has_arrived_before_it_judges(
 
     monkeypatch.setattr(worker, "receive", stop_first)
     assert save_on(worker, operation).write() == 7
+
+
+def test_silence_counts_from_the_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that sends now and then is alive, however long it takes."""
+    quiet: list[Any] = [None] * 8
+    messages = iter([*quiet, beat("write", 1), *quiet, beat("write", 2), *quiet, Response(value=7)])
+    worker = Scripted(lambda pipe: pipe.recv())
+    monkeypatch.setattr(worker, "receive", lambda: next(messages))
+    assert save_on(worker, operation_of()).write() == 7
 
 
 def test_memory_that_a_worker_cannot_map_is_an_error_with_its_reason() -> None:
