@@ -366,7 +366,7 @@ def test_a_lost_slot_is_told_unless_it_is_the_first(place: Place, lost: int) -> 
             with pytest.raises(CheckpointError, match=told):
                 look("verify", place)
             store.delete([slot_path(slot) for slot in range(2, SAVES + 1)])
-            told = "can be found is none"
+            told = "slot 1 cannot be found"
     for door in DOORS:
         with pytest.raises(CheckpointError, match=told):
             look(door, place)
