@@ -41,6 +41,7 @@ _LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
 _MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_OVERTAKEN = "tests/protocol/test_overtaken_exports.py"
 _OVERWRITE = "tests/api/test_overwrite.py"
 _POSIX = "tests/protocol/test_posix_faults.py"
 _PRUNE = "tests/protocol/test_prune.py"
@@ -1094,13 +1095,13 @@ _SAVES_MUTANTS = [
         "saves/shardfile.py",
         "_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES]",
         "_ZEROS[0]",
-        [_WRITER, "tests/format/test_golden_v1.py"],
+        [f"{_MANIFESTS}::test_payloads_begin_at_multiples_of_64_bytes"],
     ),
     Mutant(
         "saves/items.py",
         "lazy = tensor.is_conj() or tensor.is_neg()",
         "lazy = tensor.is_conj()",
-        [_REFUSED],
+        [f"{_REFUSED}::test_what_torch_has_yet_to_compute_is_saved_computed"],
     ),
     Mutant(
         "saves/session.py",
@@ -1272,16 +1273,16 @@ _EXPORT_MUTANTS = [
         "export/folder.py",
         "        self.check_held()\n        if self.last:",
         "        if self.last:",
-        [_REPLACED, "tests/api/test_convert_failures.py"],
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/folder.py",
         "plan, store = self.plan, self.context.target\n        self.check_held()",
         "plan, store = self.plan, self.context.target",
-        [_REPLACED],
+        [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_REPLACED]
+        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
     ),
     Mutant(
         "export/write.py",
