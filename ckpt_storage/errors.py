@@ -76,9 +76,10 @@ class StorageError(CheckpointError, OSError):
     """The storage refused or failed an operation.
 
     `retryable` says whether the same call may succeed later; `kind` is one of
-    "not-found", "exists", "precondition", "permission", "credentials", "no-space",
-    "throttled", "timeout", "connection", "range", "unsupported", "unknown", "other"; "unknown":
-    nobody can tell whether it was done.
+    "not-found", "exists", "precondition", "permission", "credentials", "no-space", "throttled",
+    "timeout", "connection", "bad-response", "range", "refused", "unsupported", "not-begun",
+    "unknown", "other". "refused": the storage rejects the request as such. "not-begun": nothing
+    was sent. "unknown": nobody can tell whether it was done.
     """
 
     code = "storage"

@@ -10,22 +10,21 @@ import atexit
 import gc
 import os
 import tempfile
-import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import servers
 from hypothesis import HealthCheck, settings
-from servers import Running, ServerMissingError
+from server_fixtures import new_root, session_server
+from servers import Running
 
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
 
-pytest_plugins = ["commit_tools", "fault_tools", "remote_tools"]
+pytest_plugins = ["commit_tools", "fault_tools", "real_roots", "remote_tools"]
 
 servers.isolate_credentials()
 
@@ -43,7 +42,7 @@ def pytest_unconfigure() -> None:
     atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
 
 
-_TIERS = {"docs", "faults", "interop", "ranks", "servers"}
+_TIERS = {"docs", "faults", "interop", "profiles", "ranks", "realservers", "servers"}
 """The folders that plain `pytest` leaves out; their tests bear a marker of that name."""
 
 
@@ -98,44 +97,11 @@ def one_core() -> Iterator[None]:
             yield
 
 
-def _session_server(
-    name: str, start: Callable[[Path], AbstractContextManager[Running]]
-) -> Callable[[pytest.TempPathFactory], Iterator[Running]]:
-    """Return a fixture: a server that starts with the first test that wants it, or its lack."""
-
-    @pytest.fixture(scope="session", name=f"{name}_server")
-    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-        with ExitStack() as stack:
-            try:
-                made = stack.enter_context(start(tmp_path_factory.mktemp(name)))
-            except ServerMissingError as error:
-                reason = f"{start.__name__} is not installed: {error}"
-                if os.environ.get("CI"):
-                    pytest.fail(reason)
-                pytest.skip(reason)
-            yield made
-
-    return running
-
-
-moto_server = _session_server("moto", servers.moto)
-gcs_server = _session_server("gcs", servers.fake_gcs)
-azure_server = _session_server("azure", servers.azurite)
-webdav_server = _session_server("webdav", servers.webdav)
-sftp_server = _session_server("sftp", servers.sftp)
-
-
-def _new_root(
-    name: str, make: Callable[[Running, str], str]
-) -> Callable[[pytest.FixtureRequest], Running]:
-    """Return a fixture: a root at a server, in a bucket or folder of its own."""
-
-    @pytest.fixture(name=f"{name}_root")
-    def root(request: pytest.FixtureRequest) -> Running:
-        running: Running = request.getfixturevalue(f"{name}_server")
-        return replace(running, url=make(running, f"test-{uuid.uuid4().hex[:20]}"))
-
-    return root
+moto_server = session_server("moto", servers.moto)
+gcs_server = session_server("gcs", servers.fake_gcs)
+azure_server = session_server("azure", servers.azurite)
+webdav_server = session_server("webdav", servers.webdav)
+sftp_server = session_server("sftp", servers.sftp)
 
 
 def _moto_bucket(running: Running, name: str) -> str:
@@ -158,11 +124,11 @@ def _azure_container(running: Running, name: str) -> str:
     return f"az://{name}/run"
 
 
-moto_root = _new_root("moto", _moto_bucket)
-gcs_root = _new_root("gcs", _gcs_bucket)
-azure_root = _new_root("azure", _azure_container)
-webdav_root = _new_root("webdav", lambda _, name: f"webdav://{name}/run")
-sftp_root = _new_root("sftp", lambda running, name: f"{running.url}/{name}/run")
+moto_root = new_root("moto", _moto_bucket)
+gcs_root = new_root("gcs", _gcs_bucket)
+azure_root = new_root("azure", _azure_container)
+webdav_root = new_root("webdav", lambda _, name: f"webdav://{name}/run")
+sftp_root = new_root("sftp", lambda running, name: f"{running.url}/{name}/run")
 
 
 @pytest.fixture

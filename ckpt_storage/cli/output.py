@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ckpt_storage.commit.slotlog import if_there
+from ckpt_storage.commit.slotlog import or_none_if_absent
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.names import COMMITS, STOCK_METADATA
 from ckpt_storage.inspect.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def check_root(
     """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself."""
     location = Location.of(root, storage_options)
     store = open_store(location, timeouts=Timeouts.of(timeout))
-    found = {one.path for one in if_there(lambda: store.list("", recursive=False)) or ()}
+    found = {one.path for one in or_none_if_absent(lambda: store.list("", recursive=False)) or ()}
     # An object storage has no empty folders.
     if not (Path(location.target).is_dir() if location.is_local else found):
         what = f"{location.url} does not exist."

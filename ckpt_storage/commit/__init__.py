@@ -1,1 +1,1 @@
-"""The commit protocol: attempts, slots, publication, cleaning. One rank of a save calls it."""
+"""The commit protocol: attempts, slots, publication, freeing, deletion. One rank calls it."""

@@ -35,14 +35,14 @@ from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import Counts, FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import cleaning, publishing
 from .attempt import SaveTicket, commit
 from .report import Planned, RankReport, ReportTable, incomplete, outside, unpacked
-from .slotlog import stat_if_there
+from .slotlog import stat_or_none
 
 log = logging.getLogger("ckpt_storage")
 
@@ -176,7 +176,11 @@ def check_files(store: Store, manifest: Manifest) -> None:
     """
     documents = zip(manifest.ranks, itertools.count(), strict=False)
     for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
-        found = stat_if_there(store, ref.path)
+        found = stat_or_none(store, ref.path)
+        if found is None or found.size_bytes != ref.size_bytes:
+            # A mount may have kept an older length.
+            store.drop_caches(ref.path)
+            found = stat_or_none(store, ref.path)
         if found is None or found.size_bytes != ref.size_bytes:
             seen = "does not see it" if found is None else f"sees {found.size_bytes} bytes"
             raise IntegrityError(
@@ -336,10 +340,10 @@ def stock_metadata(
         version=STOCK_VERSION,
     )
     found = pickle.dumps(changed)
-    if len(found) > MOST_STOCK_BYTES - _FOOTER_ROOM_BYTES:
+    if len(found) > MAX_STOCK_BYTES - _FOOTER_ROOM_BYTES:
         raise InvalidInputError(
             f".metadata for torch's own readers would have {len(found)} bytes; readers take "
-            f"{MOST_STOCK_BYTES}, and storages little more in one piece.",
+            f"{MAX_STOCK_BYTES}, and storages little more in one piece.",
             phase="commit",
             next_step="Nothing was committed. Save with stock_metadata='auto' or 'never': "
             "ckpt_storage loads it all the same.",

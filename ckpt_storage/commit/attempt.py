@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -16,18 +16,19 @@ from typing import Any
 from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.format.documents import FileRef, format_of, seal
+from ckpt_storage.store.probe import find_abilities, find_all_abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
-from .cleaning import TOMBSTONE_AGE_S, log_to_extend
-from .publishing import is_foreign
-from .slotlog import is_there, stamp, take_slot
+from .deletion import TOMBSTONE_AGE_S, log_to_extend
+from .process import process_identity
+from .publishing import check_slots, footer_of
+from .slotlog import read_stock_tail, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
-_MOST_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
+_MAX_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
 """Age from which an attempt no longer commits; the hour is for a request on its way."""
 
 
@@ -54,18 +55,23 @@ def begin(
 
     A copy goes on with the attempt of a `save_id` that it chose. Coordinator only. Raises
     `CheckpointExistsError` for a committed checkpoint, ours or stock torch's, when `overwrite` is
-    False, unless it is a save of ours whose id is in `replaces`. Warns of a storage whose exclusive
-    create cannot be relied on.
+    False, unless it is a save of ours whose id is in `replaces`, and `FormatError` if slots were
+    lost, whatever `overwrite` says: the commit would be invisible. Warns of a storage whose
+    exclusive create cannot be relied on.
     """
     began_s = time.time()
-    calls: list[Callable[[], Any]] = [partial(log_to_extend, store)]
-    if not overwrite:
-        calls.append(partial(is_there, store, names.STOCK_METADATA))
-    found, *shown = side_by_side(store, calls)
+    store.make_folders([])
+    # First of all, as it tells what an answer means that forbids to read.
+    problem = find_abilities(store).create_problem
+    looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
+    if store.capabilities.if_match:
+        looks.append(find_all_abilities)
+    found, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
+    check_slots(store, found, tail)
     head, what = found.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
         what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
-    elif any(shown) and is_foreign(store, found):
+    elif not overwrite and head is None and tail is not None and footer_of(tail) is None:
         what = "a checkpoint that another writer made (.metadata)"
     if what is not None:
         raise CheckpointExistsError(
@@ -76,19 +82,45 @@ def begin(
         )
     save_id = save_id or names.new_save_id()
     store.make_folders([names.COMMITS, names.save_folder(save_id), names.ranks_folder(save_id)])
-    if why_not := why_no_exclusive_create(store):
-        log.warning(
+    if problem:
+        _warn_once(
+            store.find_scope(),
             "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
             "apart there.",
             store.url,
-            why_not,
+            problem,
         )
-    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.put(names.begun_path(save_id), seal(begun))
+    if not_durable := store.durability_problem():
+        _warn_once(
+            not_durable,
+            "%s: %s A save that is reported as committed may be lost, or lose its shards, when the "
+            "mount ends. Save to the URL of the storage itself.",
+            store.url,
+            not_durable,
+        )
+    marker = {
+        "format": format_of("begun"),
+        "save_id": save_id,
+        "last_slot": found.last_slot,
+        "process": process_identity(),
+        **stamp(),
+    }
+    store.put(names.begun_path(save_id), seal(marker))
     previous = head.head if head else None
     return SaveTicket(
         save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s
     )
+
+
+_WARNED: set[Hashable] = set()
+"""What this process has warned of."""
+
+
+def _warn_once(key: Hashable, message: str, *arguments: str) -> None:
+    """Log a warning, once in this process for each key."""
+    if key not in _WARNED:
+        _WARNED.add(key)
+        log.warning(message, *arguments)
 
 
 def commit(
@@ -107,12 +139,12 @@ def commit(
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (it cannot be told).
     """
-    if time.time() - ticket.began_s > _MOST_AGE_S:
+    if time.time() - ticket.began_s > _MAX_AGE_S:
         raise PhaseTimeoutError(
-            f"Save {ticket.save_id} to {store.url} began more than {_MOST_AGE_S / 3600:.0f} hours "
+            f"Save {ticket.save_id} to {store.url} began more than {_MAX_AGE_S / 3600:.0f} hours "
             "ago; so old an attempt is not committed.",
             phase="commit",
-            timeout_s=_MOST_AGE_S,
+            timeout_s=_MAX_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
     slot = ticket.last_slot

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_storage.errors import (
     CheckpointNotFoundError,
@@ -17,43 +17,36 @@ from ckpt_storage.errors import (
     IntegrityError,
     NotPublishedError,
     StorageError,
+    UnsupportedByStoreError,
 )
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import compare_and_swap, find_all_abilities, replaces_by_version
 from ckpt_storage.store.store import Store
 
+from . import slotlog
 from .info import CheckpointInfo
-from .slotlog import CommitLog, if_there, is_there, read_log, read_referenced, read_stock
+from .slotlog import CommitLog
 
 log = logging.getLogger("ckpt_storage")
 
 _PICKLE_STOP = b"."
-_FOOTER_MOST_BYTES = 512
-_ROUNDS = 20
-_DOUBTS = 3
+_MAX_ATTEMPTS = 10
+_MAX_UNCERTAIN_WRITES = 3
 
 
 def read_footer(store: Store) -> HeadRef | None:
-    """Return what the footer of `.metadata` names, if anything, by two small requests."""
-    return split_footer(_tail(store))[1]
+    """Return what the footer of `.metadata` names, None without one, by one small request."""
+    return footer_of(slotlog.read_stock_tail(store))
 
 
-def _tail(store: Store) -> bytes:
-
-    def read() -> bytes:
-        size_bytes = store.stat(STOCK_METADATA).size_bytes
-        tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
-        store.read(STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
-        return bytes(tail)
-
-    try:
-        return if_there(read) or b""
-    except IntegrityError:
-        return b""  # replaced by a shorter one between the two requests
+def footer_of(content: Content | None) -> HeadRef | None:
+    """Return what the footer at the end of `.metadata` names, if it is there and has one."""
+    return None if content is None else split_footer(content.data)[1]
 
 
 def is_foreign(store: Store, found: CommitLog) -> bool:
@@ -62,48 +55,76 @@ def is_foreign(store: Store, found: CommitLog) -> bool:
     `found` are its slots. Of a deleted checkpoint they stay, and another tool may save under its
     name later: it does if there is a `.metadata` without our footer. Raises `StorageError`.
     """
-    if found.head is not None or not is_there(store, STOCK_METADATA):
-        return False
-    return found.last is None or read_footer(store) is None
+    tail = slotlog.read_stock_tail(store) if found.head is None else None
+    return tail is not None and (found.last is None or footer_of(tail) is None)
 
 
-def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> None:
-    """Raise `FormatError` if `.metadata` tells of a newer save than `head`.
+def check_slots(store: Store, found: CommitLog, tail: Content | None) -> None:
+    """Raise `FormatError` if slots above those of `found` were lost.
 
-    That is another tool's save over a head that was published, or a slot behind all that are
-    there. One that is damaged or cannot be read raises nothing. `stock` is its content, if that was
-    read; else looking takes two small requests.
+    `.metadata` names one, as its end shows, or a listing of a disk does. What was committed since
+    `found` was read is not lost. Before it raises, all is read again.
+    """
+    if not _slot_above(store, found.last_slot, tail):
+        return
+    store.drop_caches(STOCK_METADATA)
+    tail = slotlog.read_stock_tail(store)
+    last_slot = slotlog.read_log(store, known=found.last).last_slot
+    named = _slot_above(store, last_slot, tail)
+    if not named:
+        return
+    raise FormatError(
+        f"{store.url} lost files of commits/: it held slot {named}, and the highest slot that can "
+        f"be found is {last_slot or 'none'}. What was saved last cannot be told.",
+        path=slot_path(named),
+        next_step="Restore commits/ from a copy, and do not save here before. Torch's own readers "
+        "load what .metadata names, without checksums. To give up the lost saves, delete the slots "
+        "above the highest that is found, and .metadata.",
+    )
+
+
+def _slot_above(store: Store, last_slot: int, tail: Content | None) -> int:
+    """Return the highest slot above the last that something names, 0 if nothing does.
+
+    That is the footer of `.metadata` and, on a disk, a listing of commits/.
+    """
+    named = footer_of(tail)
+    if named is not None and named.slot > last_slot:
+        return named.slot
+    slots = [] if store.capabilities.is_remote else slotlog.listed_slots(store)
+    # A network file system may list what was removed a moment ago.
+    is_gap = bool(slots) and slots[-1] > last_slot and slotlog.is_there(store, slot_path(slots[-1]))
+    return slots[-1] if is_gap else 0
+
+
+def check_newest(store: Store, found: CommitLog, tail: Content | None = None) -> None:
+    """Raise `FormatError` if something tells of a newer save than the head of `found`.
+
+    That is another tool's save over a head that was published, or a lost slot. A `.metadata` that
+    cannot be read raises nothing. `tail` is its end, if that was read; else it takes one request.
     """
     try:
-        tail = _tail(store) if stock is None else stock
+        tail = tail or slotlog.read_stock_tail(store)
     except StorageError as error:
         log.warning("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
+        tail = None
+    check_slots(store, found, tail)
+    head = found.head
+    if head is None or tail is None or footer_of(tail) or not tail.data.endswith(_PICKLE_STOP):
         return
-    named = split_footer(tail)[1]
-    ours = f"save {head.save_id} of {head.created_at} in {slot_path(head.slot)}"
-    if named is None and tail.endswith(_PICKLE_STOP):
-        paths = (STOCK_METADATA, slot_path(head.slot))
-        stock_s, slot_s = (store.stat(path).modified_s for path in paths)
-        # One of the same second is newer, too.
-        if stock_s is not None and slot_s is not None and stock_s >= slot_s:
-            raise FormatError(
-                f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, "
-                "such as torch's own writer, saved over it (.metadata).",
-                path=STOCK_METADATA,
-                phase="load",
-                next_step="To keep the newer one, load it with torch's own reader. To keep the "
-                "older one, delete .metadata. To replace both, save with overwrite=True.",
-            )
-    if named is None or named.slot <= head.slot:
-        return
-    if named.slot > read_log(store, known=head).last_slot:
+    stock_s, slot_s = (
+        store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
+    )
+    # One of the same second is newer, too.
+    if stock_s is not None and slot_s is not None and stock_s >= slot_s:
         raise FormatError(
-            f"{store.url}: .metadata names save {named.save_id} in slot {named.slot}, but the "
-            f"newest commit that can be found is {ours}.",
-            path=slot_path(named.slot),
+            f"{store.url} holds two checkpoints: save {head.save_id} of {head.created_at} in "
+            f"{slot_path(head.slot)}, and a newer one that another tool, such as torch's own "
+            "writer, saved over it (.metadata).",
+            path=STOCK_METADATA,
             phase="load",
-            next_step="The folder commits/ lost files; restore it from a copy. torch's own "
-            "readers still load what .metadata names, without checksums.",
+            next_step="To keep the newer one, load it with torch's own reader. To keep the "
+            "older one, delete .metadata. To replace both, save with overwrite=True.",
         )
 
 
@@ -128,7 +149,7 @@ def publish(
     deadline = Deadline("commit", timeouts.commit)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     with deadline.governs(f"Publishing {location.url}"):
-        if read_log(store).head is None:
+        if slotlog.read_log(store).head is None:
             raise CheckpointNotFoundError(
                 f"{location.url} holds no checkpoint of this package.",
                 path=location.url,
@@ -148,61 +169,108 @@ def publish_head(
     `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError`
     as `check_newest`; the commit stands all the same.
     """
-    is_conditional = store.capabilities.if_match
+    is_conditional = own is not None and replaces_by_version(store)
     # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
-    head, last_slot = own if is_conditional else None, 0
-    has_put, doubt_count = False, 0
-    for round_ in range(_ROUNDS):
-        if round_ or head is None:
-            found = read_log(store, known=own)
-            head, last_slot = found.head, found.last_slot
-        current = read_stock(store)
-        named = split_footer(current.data)[1] if current else None
-        if own is None and head is not None and current is not None:
-            check_newest(store, head, current.data)
-        if head is None or head.stock is None:
-            if not has_put or named is None or named.slot > last_slot:
-                return False
-            # The checkpoint was deleted meanwhile: what was put over it is taken back.
-            store.delete([STOCK_METADATA])
-            has_put = False
+    found = CommitLog.ending_with(own) if own and is_conditional else None
+    may_have_written, uncertain_count = False, 0
+    for attempt in range(1, _MAX_ATTEMPTS + 1):
+        if attempt > 1 or found is None:
+            found = slotlog.read_log(store, known=own)
+        head, current = found.head, slotlog.read_stock_tail(store)
+        step = _next_step(found, current, may_have_written=may_have_written)
+        _check_nothing_lost(store, found, current, is_saver=own is not None)
+        if step in {"newer", "published", "nothing"}:
+            return step != "nothing"
+        if step == "delete":
+            _delete_seen(store, current)
+            may_have_written = False
             continue
-        if named is not None and named.slot >= head.slot:
-            return True
-        data = own_stock if own == head else None
         try:
-            is_put = _replaced(store, head, current, data)
+            is_put = _replaced(store, head, current, own_stock if own == head else None)
         except StorageError as error:
             # An answer may have been lost.
-            has_put = True
-            doubt_count += 1
-            if not error.retryable or doubt_count > _DOUBTS:
+            may_have_written = True
+            uncertain_count += 1
+            if not error.retryable or uncertain_count > _MAX_UNCERTAIN_WRITES:
                 raise
-            continue
-        has_put = has_put or is_put
+            is_put = False
+        may_have_written = may_have_written or is_put
+        is_conditional = is_conditional or replaces_by_version(store)
         # Where nothing was, only a deletion can have come in between.
         if is_put and is_conditional and (current is not None or _is_head(store, head)):
             return True
+        if not is_put and not store.pause(attempt):
+            break
     raise StorageError(
-        f"{store.url}: .metadata was changed by others {_ROUNDS} times while being published.",
+        f"{store.url}: .metadata was changed by others, or could not be replaced, in {attempt} "
+        "attempts to publish it.",
         kind="precondition",
         path=STOCK_METADATA,
         next_step="Find out what else writes there; the next save or load publishes again.",
     )
 
 
-def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: bytes | None) -> bool:
-    """Put `.metadata` in place of what was read; return False if something else is there now."""
-    assert head.stock is not None  # noqa: S101  # the caller made sure
+def _check_nothing_lost(
+    store: Store, found: CommitLog, current: Content | None, *, is_saver: bool
+) -> None:
+    """Raise `FormatError` if a newer save than the head is there, or was; a saver replaces it."""
+    if is_saver:
+        named = footer_of(current)
+        if named is not None and named.slot > found.last_slot:
+            check_slots(store, found, current)
+    elif found.head is not None:
+        check_newest(store, found, current)
+
+
+_Step = Literal["nothing", "published", "newer", "delete", "replace"]
+
+
+def _next_step(found: CommitLog, current: Content | None, *, may_have_written: bool) -> _Step:
+    """Return what `.metadata`, of which `current` is the end, needs to follow the head."""
+    head, named = found.head, footer_of(current)
+    if head is None:
+        # What was put over a checkpoint that was deleted meanwhile is taken back.
+        is_older = named is not None and named.slot <= found.last_slot
+        return "delete" if may_have_written and is_older else "nothing"
+    if named == HeadRef(slot=head.slot, save_id=head.save_id or ""):
+        return "published"
+    if named is not None and named.slot > head.slot:
+        return "newer"
+    if head.stock is None:
+        # Torch's own readers would load an older save.
+        return "nothing" if current is None else "delete"
+    return "replace"
+
+
+def _delete_seen(store: Store, seen: Content | None) -> None:
+    """Delete `.metadata` if it is what was seen, as far as the storage can tell."""
     try:
-        stock = stock or read_referenced(store, head.stock, most_bytes=MOST_STOCK_BYTES)
+        if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
+            store.delete([STOCK_METADATA])
+        else:
+            store.delete_version(STOCK_METADATA, seen.version)
+    except UnsupportedByStoreError:
+        store.delete([STOCK_METADATA])
+    except StorageError as error:
+        if error.kind not in {"not-found", "precondition"}:
+            raise
+
+
+def _replaced(
+    store: Store, head: SlotRecord | None, seen: Content | None, stock: bytes | None
+) -> bool:
+    """Put `.metadata` in place of what was read; return False if something else is there now."""
+    assert head is not None  # noqa: S101  # the caller made sure
+    assert head.stock is not None  # noqa: S101  # the same
+    try:
+        stock = stock or slotlog.read_referenced(store, head.stock, max_bytes=MAX_STOCK_BYTES)
     except IntegrityError:
         if _is_head(store, head):
             raise
         return False  # it was freed meanwhile
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
-        store.replace_seen(STOCK_METADATA, data, current)
+        compare_and_swap(store, STOCK_METADATA, data, seen)
     except StorageError as error:
         if error.kind in {"precondition", "exists", "not-found"}:
             return False
@@ -210,15 +278,15 @@ def _replaced(store: Store, head: SlotRecord, current: Content | None, stock: by
     return True
 
 
-def _is_head(store: Store, record: SlotRecord) -> bool:
-    now = read_log(store, known=record).head
-    return now is not None and now.save_id == record.save_id
+def _is_head(store: Store, record: SlotRecord | None) -> bool:
+    now = slotlog.read_log(store, known=record).head
+    return now is not None and record is not None and now.save_id == record.save_id
 
 
 def roll_forward(store: Store, save_id: str) -> bool:
     """Publish `.metadata` if it does not name `save_id`, the head; return whether it does now.
 
-    Two small requests when there is nothing to do. Raises `StorageError`, of kind "permission"
+    One small request when there is nothing to do. Raises `StorageError`, of kind "permission"
     for a reader that may not write, and `FormatError` as `check_newest`. A copy that is damaged is
     not published; that is no reason to refuse the checkpoint itself.
     """

@@ -19,15 +19,25 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format import names
-from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer
+from ckpt_storage.format.documents import (
+    DAMAGED,
+    MAX_DOCUMENT_BYTES,
+    MAX_SLOT_BYTES,
+    RESTORE,
+    FileRef,
+)
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.store.backend import Content, ObjectInfo
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import side_by_side
 
 T = TypeVar("T")
+
+_PICKLE_STOP = b"."
+_FOOTER_MAX_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,48 +48,83 @@ class CommitLog:
     last: SlotRecord | None
     head: SlotRecord | None
 
+    @classmethod
+    def ending_with(cls, head: SlotRecord) -> CommitLog:
+        """Return the log as of a commit."""
+        return cls(last_slot=head.slot, last=head, head=head)
+
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
     """Return the record in `slot`, None if there is none."""
-    found = read_if_there(store, names.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
-    return None if found is None else SlotRecord.decode(found.data, slot=slot)
+    decode = partial(SlotRecord.decode, slot=slot)
+    return read_decoded(store, names.slot_path(slot), decode, max_bytes=MAX_SLOT_BYTES)
+
+
+class _SlotReader:
+    """The slots of one checkpoint as they are looked at, each read once."""
+
+    def __init__(self, store: Store, known: SlotRecord | None) -> None:
+        self._store = store
+        self._records = {} if known is None else {known.slot: known}
+        self._contents: dict[int, bytes | StorageError | None] = {}
+
+    def prefetch(self, *slots: int) -> None:
+        """Read slots side by side."""
+        calls = [partial(_slot_bytes, self._store, slot) for slot in slots]
+        self._contents.update(zip(slots, side_by_side(self._store, calls), strict=True))
+
+    def is_taken(self, slot: int) -> bool:
+        """Return whether there is a record in a slot, sound or not.
+
+        To credentials that may not list, S3 forbids what is absent. Whoever could read one slot may
+        read all, and a refusal means then that there is none.
+        """
+        if slot in self._records:
+            return True
+        if slot not in self._contents:
+            self._contents[slot] = _slot_bytes(self._store, slot)
+        content = self._contents[slot]
+        if not isinstance(content, StorageError):
+            return content is not None
+        if not self._records and not any(isinstance(one, bytes) for one in self._contents.values()):
+            raise content
+        return False
+
+    def record(self, slot: int) -> SlotRecord | None:
+        """Return the record in a slot, None if it is free. Raises as `SlotRecord.decode`."""
+        if slot not in self._records and self.is_taken(slot):
+            content = self._contents[slot]
+            data = content if isinstance(content, bytes) else b""
+            self._records[slot] = _decoded(self._store, slot, data)
+        return self._records.get(slot)
 
 
 def read_log(
     store: Store, *, known: SlotRecord | None = None, for_reader: bool = False
 ) -> CommitLog:
-    """Find the highest slot by galloping over names, and the head it tells of (invariant I3).
+    """Find the highest slot by galloping over names, and the head it names (invariant I3).
 
-    About 2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where
-    nothing is; where the record of a slot is `known`, n counts from there. `for_reader` asks a
-    remote storage for the first two side by side: mostly there is no more. Safe on any rank.
+    Only these two records are decoded: of the other slots it matters that they are taken. About
+    2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where nothing is;
+    where the record of a slot is `known`, n counts from there. `for_reader` asks a remote storage
+    for the first two side by side: mostly there is no more. Safe on any rank.
     """
-    read: dict[int, SlotRecord | None] = {}
+    slots, low = _SlotReader(store, known), known.slot if known else 0
     if for_reader and store.capabilities.is_remote:
-        first = side_by_side(store, [partial(read_slot, store, slot) for slot in (1, 2)])
-        read = dict(enumerate(first, start=1))
-    low = 0
-    if known is not None:
-        low, read[known.slot] = known.slot, known
-
-    def look(slot: int) -> SlotRecord | None:
-        if slot not in read:
-            read[slot] = read_slot(store, slot)
-        return read[slot]
-
-    if look(low + 1) is None and known is None:
+        slots.prefetch(1, 2)
+    if not slots.is_taken(low + 1) and known is None:
         # Those of a deleted checkpoint go in this order.
         lowest = _lowest_slot(store)
-        low = lowest - 1 if lowest and look(lowest) else 0
+        low = lowest - 1 if lowest and slots.is_taken(lowest) else 0
     origin, high = low, low + 1
-    while look(high) is not None:
+    while slots.is_taken(high):
         low, high = high, 2 * high - origin
-    low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: look(slot) is None) - 1
-    last = read.get(low)
+    low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: not slots.is_taken(slot)) - 1
+    last = slots.record(low) if low else None
     if last is None or last.head is None:
         return CommitLog(last_slot=low, last=last, head=None)
     reference = last.head
-    head = look(reference.slot)
+    head = slots.record(reference.slot)
     if head is None or head.type != "commit" or head.save_id != reference.save_id:
         raise FormatError(
             f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
@@ -88,6 +133,33 @@ def read_log(
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=last, head=head)
+
+
+def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
+    """Return what lies in a slot, sound or not; None if it is free, an error if forbidden."""
+    try:
+        content = read_or_none(store, names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
+    except IntegrityError:
+        # Too long to be a record: it takes the slot all the same.
+        return b""
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return error
+    return None if content is None else content.data
+
+
+def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
+    """Return the record that was read from a slot; one that does not fit is read again."""
+    unread = [data]
+
+    def read() -> SlotRecord:
+        if unread:
+            return SlotRecord.decode(unread.pop(), slot=slot)
+        content = store.get(names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
+        return SlotRecord.decode(content.data, slot=slot)
+
+    return read_twice(store, names.slot_path(slot), read)
 
 
 def listed_slots(store: Store) -> list[int]:
@@ -114,7 +186,7 @@ def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
         head = read_slot(store, head.previous.slot) if head.previous else None
 
 
-def if_there(ask: Callable[[], T]) -> T | None:
+def or_none_if_absent(ask: Callable[[], T]) -> T | None:
     """Return what a storage answers, None where what it is asked for is absent."""
     try:
         return ask()
@@ -124,48 +196,86 @@ def if_there(ask: Callable[[], T]) -> T | None:
         raise
 
 
-def read_if_there(
-    store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
-) -> Content | None:
-    """Return a document of at most `most_bytes` and its version token, None if it is absent."""
-    return if_there(partial(store.get, path, max_bytes=most_bytes))
+def read_or_none(store: Store, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Content | None:
+    """Return a document of at most `max_bytes` and its version token, None if it is absent."""
+    return or_none_if_absent(partial(store.get, path, max_bytes=max_bytes))
+
+
+def read_decoded(
+    store: Store,
+    path: str,
+    decode: Callable[[bytes], T],
+    *,
+    max_bytes: int = MAX_DOCUMENT_BYTES,
+) -> T | None:
+    """Return what `decode` makes of a document, None if it is absent.
+
+    One that does not fit is read twice (see `read_twice`). Raises what the second `decode` raises.
+    """
+
+    def read() -> T | None:
+        content = read_or_none(store, path, max_bytes=max_bytes)
+        return None if content is None else decode(content.data)
+
+    return read_twice(store, path, read)
 
 
 def read_stock(store: Store) -> Content | None:
-    """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
-    return read_if_there(store, names.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+    """Return `.metadata` with its version token, None if it is absent. As `read_or_none`."""
+    return read_or_none(store, names.STOCK_METADATA, max_bytes=MAX_STOCK_BYTES)
+
+
+def read_stock_tail(store: Store) -> Content | None:
+    """Return the end of `.metadata`, which holds any footer, and its version; None if absent."""
+
+    def read() -> Content | None:
+        return or_none_if_absent(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
+
+    content = read()
+    is_known = (
+        content is None or content.data.endswith(_PICKLE_STOP) or split_footer(content.data)[1]
+    )
+    if not is_known:
+        # Neither ours nor a pickle of another tool: perhaps an answer with a wrong byte.
+        store.drop_caches(names.STOCK_METADATA)
+        content = read()
+    return content
 
 
 def is_there(store: Store, path: str) -> bool:
     """Return whether an object is there, asked of the storage by name."""
-    return stat_if_there(store, path) is not None
+    return stat_or_none(store, path) is not None
 
 
-def stat_if_there(store: Store, path: str) -> ObjectInfo | None:
+def stat_or_none(store: Store, path: str) -> ObjectInfo | None:
     """Return what the storage tells of an object, None if it is absent."""
-    return if_there(partial(store.stat, path))
+    return or_none_if_absent(partial(store.stat, path))
 
 
 def read_referenced(
-    store: Store, reference: FileRef, *, most_bytes: int = MOST_DOCUMENT_BYTES
+    store: Store, reference: FileRef, *, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
     """Return the document that another one names, read no further than that says, and checked.
 
     Raises `StorageError`, and `IntegrityError` for one that is damaged or missing, and for a
-    reference to more than `most_bytes`: whoever wrote it made up its length.
+    reference to more than `max_bytes`: whoever wrote it made up its length.
     """
-    if reference.size_bytes > most_bytes:
+    if reference.size_bytes > max_bytes:
         what = (
             f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
-            f"document has more than {most_bytes}."
+            f"document has more than {max_bytes}."
         )
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
-    found = read_if_there(store, reference.path, most_bytes=reference.size_bytes)
-    if found is None:
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
+
+    def checked(data: bytes) -> bytes:
+        check_document(data, reference)
+        return data
+
+    data = read_decoded(store, reference.path, checked, max_bytes=reference.size_bytes)
+    if data is None:
         what = f"{store.url}: {reference.path} is missing."
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
-    check_document(found.data, reference)
-    return found.data
+        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
+    return data
 
 
 def check_document(data: bytes, reference: FileRef) -> None:
@@ -185,7 +295,7 @@ def stamp() -> dict[str, Any]:
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def how_to_settle(url: str) -> str:
+def resolution_steps(url: str) -> str:
     """Return how to find out whether a save to `url` is committed, where that is unknown."""
     return (
         f"Once rank 0 has given up or ended, run `ckpt-storage show {url} --history`. A commit "
@@ -212,16 +322,15 @@ def take_slot(
     )
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = names.slot_path(slot), record.encode()
-    create = store.create_alone if why_no_exclusive_create(store) else store.create
     try:
         try:
-            create(path, data)
+            create_new(store, path, data)
         except StorageError as error:
             if error.kind != "not-found":
                 raise
             # The folder went with the slots of a deleted checkpoint.
             store.make_folders([names.COMMITS])
-            create(path, data)
+            create_new(store, path, data)
     except StorageError as error:
         if error.kind not in {"exists", "unknown"}:
             raise
@@ -249,5 +358,5 @@ def take_slot(
         slot=slot,
         path=path,
         phase="commit",
-        next_step=how_to_settle(store.url),
+        next_step=resolution_steps(store.url),
     ) from failure

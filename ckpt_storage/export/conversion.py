@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any, Literal, get_args
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import is_there, stat_if_there
+from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.format import names
-from ckpt_storage.source.filemarks import changed, told_from_damage
+from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged
 from ckpt_storage.source.model import value_keys
 from ckpt_storage.store.backend import ObjectInfo
 
@@ -115,7 +115,7 @@ class Conversion(Export[ConvertReport]):
             raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
         chosen = self.chosen
         self._check_elsewhere()
-        with told_from_damage(self.check_unchanged):
+        with changed_rather_than_damaged(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
@@ -123,7 +123,7 @@ class Conversion(Export[ConvertReport]):
         return found
 
     def _check_file(self, before: ObjectInfo) -> None:
-        now = stat_if_there(self.context.source, self.spec.source_file)
+        now = stat_or_none(self.context.source, self.spec.source_file)
         if now != before:
             what = "was written again" if now else "is gone"
             raise changed(self.context.source.url, self.spec.source_file, what)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import SaveTicket
-from ckpt_storage.commit.cleaning import delete_attempt
+from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import redacted_url

@@ -20,14 +20,14 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage import errors
-from ckpt_storage.commit import attempt, cleaning, publishing, slotlog
+from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, seal, unseal
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     PageCache,
@@ -35,12 +35,13 @@ from ckpt_storage.options import (
     RetryPolicy,
     Timeouts,
 )
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.rereading import read_twice
 
 from .folder import PlainFolder
 from .options import is_within, location_beside
@@ -228,8 +229,8 @@ def _find(context: ExportContext, tag: exports.IndexTag | None) -> _Copy:
             next_step="Give a folder beside it.",
         )
     if head is not None:
-        publishing.check_newest(context.source, head)
-        there = cleaning.log_to_extend(context.target)
+        publishing.check_newest(context.source, CommitLog.ending_with(head))
+        there = deletion.log_to_extend(context.target)
         save_id = _name_at_target(context, head.save_id or "", there)
         was_there = there.head is not None and there.head.save_id == save_id
         found = _ToCopy(record=head, save_id=save_id, was_there=was_there, there=there)
@@ -275,11 +276,16 @@ def _name_at_target(context: ExportContext, save_id: str, there: CommitLog) -> s
 def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
     """Return the checksums of an export's files, and whether the target's index is the same."""
     path = exports.export_path(tag.fingerprint)
-    index = context.source.get(names.INDEX_NAME).data
-    data = context.source.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
-    record = exports.ExportRecord.decode(data, path)
-    slotlog.check_document(index, record.index)
-    there = slotlog.read_if_there(context.target, names.INDEX_NAME)
+
+    def read() -> tuple[bytes, exports.ExportRecord]:
+        index = context.source.get(names.INDEX_NAME).data
+        data = context.source.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
+        record = exports.ExportRecord.decode(data, path)
+        slotlog.check_document(index, record.index)
+        return index, record
+
+    index, record = read_twice(context.source, path, read)
+    there = slotlog.read_or_none(context.target, names.INDEX_NAME)
     was_there = there is not None and there.data == index
     # With a guard beside it, a copy was cut just before its end.
     is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
@@ -394,7 +400,7 @@ class _CopyOfOurs(_Copy):
         if not is_resumed:
             return ResumeState()
         # Its process is dead, or is ended by this: the later copy goes on.
-        cleaning.abort_uploads(store, names.save_folder(self.save_id))
+        attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         named = {at: self._moved(one) for at, (one, _) in enumerate(manifest.files)}
         return ResumeState(done=self.context.there(named))
 
@@ -423,7 +429,7 @@ class _CopyOfOurs(_Copy):
         assert head.manifest is not None  # noqa: S101  # a commit record names one; decode saw to it
         if own.stock is not None:
             # A save id has a fixed length, so the lengths that the pickle holds stay true.
-            stock_bytes = self._read(own.stock, MOST_STOCK_BYTES)
+            stock_bytes = self._read(own.stock, MAX_STOCK_BYTES)
             stock_bytes = stock_bytes.replace(own.save_id.encode(), self.save_id.encode())
             stock = self._put(own.stock, stock_bytes)
         data = self._read(head.manifest)
@@ -448,10 +454,10 @@ class _CopyOfOurs(_Copy):
             data = seal(unseal(data, path=one.path) | {"save_id": self.save_id})
         return self._put(one, data)
 
-    def _read(self, one: FileRef, most_bytes: int = MOST_DOCUMENT_BYTES) -> bytes:
+    def _read(self, one: FileRef, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
         """Return a document of the source, checked against what names it."""
         own_id = self.source.manifest.save_id
-        return read_document(self.context.source, one, save_id=own_id, most_bytes=most_bytes)
+        return read_document(self.context.source, one, save_id=own_id, max_bytes=max_bytes)
 
     def _put(self, one: FileRef, data: bytes) -> FileRef:
         """Put a document down under the copy's id."""
@@ -505,7 +511,7 @@ class _CopyOfOurs(_Copy):
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
         spec = self.spec
-        index = slotlog.read_if_there(self.context.source, f"{folder}/{names.INDEX_NAME}")
+        index = slotlog.read_or_none(self.context.source, f"{folder}/{names.INDEX_NAME}")
         tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None

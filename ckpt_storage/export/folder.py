@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.cleaning import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
+from ckpt_storage.commit.attempt_files import abort_uploads
+from ckpt_storage.commit.slotlog import is_there, read_decoded, read_log, read_or_none, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
@@ -30,8 +30,9 @@ from ckpt_storage.format.exports import (
     Sealed,
 )
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import Content, Part
+from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
@@ -281,7 +282,7 @@ class ExportFolder(Folder[R]):
     def take(self) -> ResumeState:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
         store, identity = self.context.target, self.plan.identity
-        self._index = read_if_there(store, INDEX_NAME)
+        self._index = read_or_none(store, INDEX_NAME)
         here = {entry.path for entry in listed(store, "")}
         is_first = not is_there(store, NAMES_PATH)
         if is_first:
@@ -398,10 +399,10 @@ class ExportFolder(Folder[R]):
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         try:
-            self.context.target.replace_seen(INDEX_NAME, index, self._index)
+            compare_and_swap(self.context.target, INDEX_NAME, index, self._index)
         except errors.StorageError as error:
             # An answer may have been lost; what lies there counts.
-            now = read_if_there(self.context.target, INDEX_NAME)
+            now = read_or_none(self.context.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
             if error.kind in {"exists", "precondition", "not-found"}:
@@ -458,8 +459,7 @@ class ExportFolder(Folder[R]):
 def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
     try:
-        found = read_if_there(store, path)
-        return None if found is None else decode(found.data, path)
+        return read_decoded(store, path, lambda data: decode(data, path))
     except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
         log.warning("%s is not trusted: %s", store.shown(path), error)
         return None

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
-from ckpt_storage.commit.slotlog import is_there, stat_if_there
+from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
@@ -30,7 +30,7 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.source.opening import open_newest, open_source
 from ckpt_storage.store import Location, endpoint_of, open_store
@@ -123,7 +123,7 @@ class ExportContext:
 
     def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
         """Return those files that are at the target in their length."""
-        looks = [partial(stat_if_there, self.target, one.path) for one in files.values()]
+        looks = [partial(stat_or_none, self.target, one.path) for one in files.values()]
         found = zip(files.items(), self.at_once("look for files", looks), strict=True)
         return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import read_if_there
+from ckpt_storage.commit.slotlog import read_or_none
 from ckpt_storage.format import exports
 from ckpt_storage.format.exports import DOCUMENTS
-from ckpt_storage.source.filemarks import listed
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
@@ -62,7 +62,7 @@ def check_owned(store: Store, here: Sequence[ObjectInfo], identity: str) -> None
 
 def _decoded(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
     try:
-        found = read_if_there(store, path)
+        found = read_or_none(store, path)
         return None if found is None else decode(found.data, path)
     except (errors.IntegrityError, errors.FormatError, TypeError, ValueError):
         return None

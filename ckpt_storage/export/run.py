@@ -15,7 +15,7 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import told_from_damage
+from ckpt_storage.source.file_versions import changed_rather_than_damaged
 from ckpt_storage.store.deadline import NEVER_S, stalling_deadline
 
 from .output import (
@@ -90,7 +90,7 @@ def _made(
                 save_id=export.save_id,
                 with_bar=operation.is_coordinator,
             ) as export.on_bytes,
-            told_from_damage(export.check_unchanged),
+            changed_rather_than_damaged(export.check_unchanged),
         ):
             made = FileWriter(operation, export, taken).make()
             if operation.is_coordinator:

@@ -10,6 +10,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.rereading import read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
@@ -60,7 +62,7 @@ class TorchFileSource(ForeignSource):
         for place in places:
             record = self.records.get(place.fqn)
             if record and record.crc32 is not None and record not in self._sound:
-                self._check(place, record)
+                read_twice(self.store, place.path, partial(self._check, place, record))
                 self._sound.add(record)
         return places
 
@@ -98,8 +100,12 @@ class _NoTensors(pickle.Pickler):
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
     """Return the source that a `torch.save` file is; reads its directory, pickle and headers."""
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
-    file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
-    flat, paths = _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+
+    def read() -> tuple[dict[str, Any], dict[str, _Path]]:
+        file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
+        return _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+
+    flat, paths = read_twice(store, path, read)
     tensors: dict[str, TensorRecord] = {}
     source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
     first: dict[tuple[object, ...], str] = {}

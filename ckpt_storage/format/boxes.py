@@ -22,8 +22,8 @@ from ckpt_storage.errors import InvalidInputError
 
 from .documents import Counts, LazyList
 
-_MOST_ELEMENTS = (1 << 62) - 1
-_MOST_STEPS = 1 << 23
+_MAX_ELEMENTS = (1 << 62) - 1
+_MAX_STEPS = 1 << 23
 _Sides = tuple[tuple[int, int], ...]
 
 
@@ -159,7 +159,7 @@ def grid_of_rows(
     A row has the offsets, then the sizes of a box. A grid covers the shape exactly. Boxes without
     elements are left out; of equal ones the first counts. None if they make no grid.
     """
-    if 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
+    if 0 in shape or math.prod(shape) > _MAX_ELEMENTS:
         return None
     offsets, sizes = np.hsplit(rows, 2)
     solid = (sizes != 0).all(axis=1)
@@ -220,7 +220,7 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
     sides = [list(zip(box.offsets, box.stops, strict=True)) for box in boxes if not box.is_empty]
     turned = [tuple(side[dim] for dim in order) for side in sides]
     try:
-        found = _odd_element([shape[dim] for dim in order], turned, [_MOST_STEPS])
+        found = _odd_element([shape[dim] for dim in order], turned, [_MAX_STEPS])
     except _TooManyStepsError:
         return Flaw()
     if found is None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
 
-from .documents import MOST_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
+from .documents import MAX_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 
@@ -66,10 +66,10 @@ class SlotRecord:
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
-        if len(sealed) > MOST_SLOT_BYTES:
+        if len(sealed) > MAX_SLOT_BYTES:
             raise InvalidInputError(
                 f"The record in {slot_path(self.slot)} would have {len(sealed)} bytes; "
-                f"readers take {MOST_SLOT_BYTES}.",
+                f"readers take {MAX_SLOT_BYTES}.",
                 path=slot_path(self.slot),
                 next_step="Keep fewer annotations with a save."
                 if self.user
@@ -98,18 +98,20 @@ class SlotRecord:
             type=kind,  # type: ignore[arg-type]  # checked above
             slot=slot,
             write_id=get.value("write_id", str),
-            head=_head_of(get, "head"),
+            head=_head_of(get.required("head"), "head"),
             save_id=save_id,
             manifest=get.document("manifest", manifest_path(save_id)) if save_id else None,
-            stock=get.document("stock", stock_copy_path(save_id)) if save_id else None,
+            stock=get.required("stock").document("stock", stock_copy_path(save_id))
+            if save_id
+            else None,
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             previous=_head_of(get, "previous"),
             fenced=() if is_commit else tuple(get.strings("fenced")),
             # Whatever is in it, the checkpoint can be read.
             user=user if is_commit and isinstance(user, dict) else {},
-            created_at=str(body.get("created_at", "")),
-            host=str(body.get("host", "")),
-            pid=get.count("pid", 0),
+            created_at=get.note("created_at", str, ""),
+            host=get.note("host", str, ""),
+            pid=get.note("pid", int, 0),
         )
         if is_commit and (
             record.manifest is None
@@ -124,6 +126,8 @@ class SlotRecord:
                 path=where,
                 next_step="Do not load or delete this checkpoint; find out who wrote it.",
             )
+        if kind == "deleted" and record.head is not None:
+            get.fail("is a deleted record with a head")
         if (record.head and record.head.slot > slot) or (
             # Whoever walks back through the commits must come to an end.
             record.previous and record.previous.slot >= slot

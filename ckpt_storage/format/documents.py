@@ -23,21 +23,25 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from .crc import crc32c_of
 from .names import checked_path
 
-MOST_COUNT = (1 << 63) - 1
+MAX_COUNT = (1 << 63) - 1
 """What tensor libraries and file systems count with; a larger number only overflows in them."""
-MOST_DIMS = 64
+MAX_DIMS = 64
 """Torch has no tensors of more."""
-MOST_RANKS = 1 << 20
-MOST_NAMES = 1 << 24
+MAX_RANKS = 1 << 20
+MAX_NAMES = 1 << 24
 """In one list of a document."""
-MOST_SLOT_BYTES = 4 << 20
+MAX_SLOT_BYTES = 4 << 20
 """Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
-MOST_DOCUMENT_BYTES = 1 << 30
+MAX_DOCUMENT_BYTES = 1 << 30
 """Of every other document of ours, and of an index of others."""
-MOST_INFLATED_BYTES = 256 << 20
+MAX_INFLATED_BYTES = 256 << 20
 """What all columns and names of one document may take together, inflated."""
 
-DAMAGED = "Restore the file from a copy, or load another checkpoint."
+RESTORE = "Restore the file from a copy, or load another checkpoint."
+DAMAGED = (
+    "It was read twice, the second time past the caches of this host. Caches of mounts and "
+    f"gateways cannot be bypassed, so try another host, too. {RESTORE}"
+)
 
 Counts = NDArray[np.int64]
 
@@ -78,10 +82,10 @@ def seal(body: Mapping[str, object]) -> bytes:
             next_step="Use plain strings, numbers, lists and dictionaries.",
         ) from error
     sealed = b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
-    if len(sealed) > MOST_DOCUMENT_BYTES:
+    if len(sealed) > MAX_DOCUMENT_BYTES:
         raise InvalidInputError(
             f"A document of the checkpoint would have {len(sealed)} bytes; readers take "
-            f"{MOST_DOCUMENT_BYTES}.",
+            f"{MAX_DOCUMENT_BYTES}.",
             next_step="Save fewer, larger tensors, or spread them over several checkpoints.",
         )
     return sealed
@@ -202,29 +206,29 @@ def _base64(data: bytes) -> str:
 
 
 @dataclass(slots=True)
-class Allowance:
+class InflateBudget:
     """What may still be inflated of a document."""
 
-    left_bytes: int = MOST_INFLATED_BYTES
+    left_bytes: int = MAX_INFLATED_BYTES
 
 
-def are_counts(value: object, least: int = 0) -> bool:
+def is_int_list(value: object, least: int = 0) -> bool:
     """Return whether `value` is a list or tuple of integers, none of them a truth value."""
     if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int}:
         return False
-    return not value or (min(value) >= least and max(value) <= MOST_COUNT)
+    return not value or (min(value) >= least and max(value) <= MAX_COUNT)
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Typed access to a JSON object; a wrong or missing value is a `FormatError`.
 
-    `where` names the document in errors. All objects of one document share an `allowance`.
+    `where` names the document in errors. All objects of one document share a `budget`.
     """
 
     body: Any  # whatever the document holds at this place
     where: str
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: InflateBudget = field(default_factory=InflateBudget)
 
     @classmethod
     def of(cls, body: Mapping[str, object], kind: str, where: str) -> Fields:
@@ -244,6 +248,12 @@ class Fields:
 
     def __contains__(self, key: str) -> bool:
         return isinstance(self.body, dict) and self.body.get(key) is not None
+
+    def required(self, key: str) -> Fields:
+        """Return this access if the key is there, be it null; else raise `FormatError`."""
+        if not isinstance(self.body, dict) or key not in self.body:
+            self.fail(f"has no {key!r}")
+        return self
 
     def fail(self, what: str) -> NoReturn:
         """Raise the `FormatError` that says what the document has or does."""
@@ -265,9 +275,14 @@ class Fields:
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
 
+    def note(self, key: str, kind: type[_T], absent: _T) -> _T:
+        """Return a value that is for people; `absent` for none, or one of another kind."""
+        value = self.body.get(key) if isinstance(self.body, dict) else None
+        return value if isinstance(value, kind) and not isinstance(value, bool) else absent
+
     def count(self, key: str, absent: int | None = None) -> int:
         """Return an integer from 0 on; `absent`, if there is such a thing, where there is none."""
-        return self.value(key, int, absent, ok=lambda n: 0 <= n <= MOST_COUNT)
+        return self.value(key, int, absent, ok=lambda n: 0 <= n <= MAX_COUNT)
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings."""
@@ -275,12 +290,12 @@ class Fields:
 
     def object(self, key: str) -> Fields:
         """Return access to an object."""
-        return Fields(self.value(key, dict), self.where, self.allowance)
+        return Fields(self.value(key, dict), self.where, self.budget)
 
     def objects(self, key: str) -> list[Fields]:
         """Return access to each entry of a list of objects."""
         entries = self.value(key, list, ok=lambda v: all(isinstance(one, dict) for one in v))
-        return [Fields(entry, self.where, self.allowance) for entry in entries]
+        return [Fields(entry, self.where, self.budget) for entry in entries]
 
     def crc(self, key: str) -> int:
         """Return a checksum that is spelt as 8 hexadecimal digits."""
@@ -319,7 +334,7 @@ class Fields:
     ) -> Counts:
         """Return `count` integers from `least` on, less than `below`."""
         if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
-            plain = self.value(key, list, ok=lambda v: are_counts(v, least))
+            plain = self.value(key, list, ok=lambda v: is_int_list(v, least))
             self._take(key, len(plain) * _INTEGER_BYTES)
             column, is_within = np.array(plain, dtype=np.int64), not plain or max(plain) < below
         else:
@@ -340,8 +355,8 @@ class Fields:
             return self.strings(key)
         packed = self.object(key)
         count = packed.count("count")
-        if count > MOST_NAMES:
-            self.fail(f"declares more than {MOST_NAMES} names in {key!r}")
+        if count > MAX_NAMES:
+            self.fail(f"declares more than {MAX_NAMES} names in {key!r}")
         try:
             names: Any = strict_json(packed.inflate(key, packed.count("bytes")), list)
         except (RecursionError, ValueError):
@@ -352,8 +367,8 @@ class Fields:
         return listed
 
     def _take(self, key: str, size_bytes: int) -> None:
-        self.allowance.left_bytes -= size_bytes
-        if self.allowance.left_bytes < 0:
+        self.budget.left_bytes -= size_bytes
+        if self.budget.left_bytes < 0:
             self.fail(f"declares more than may be inflated of a document up to {key!r}")
 
     def inflate(self, key: str, size_bytes: int) -> bytes:

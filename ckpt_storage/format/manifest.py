@@ -17,13 +17,13 @@ import numpy as np
 
 from .boxes import Box, Grid, compact, find_flaw
 from .documents import (
-    MOST_DIMS,
-    MOST_RANKS,
+    MAX_DIMS,
+    MAX_RANKS,
     Fields,
     FileRef,
     LazyList,
-    are_counts,
     format_of,
+    is_int_list,
     no_constant,
     pack_column,
     pack_crcs,
@@ -132,8 +132,8 @@ class Manifest:
         get = Fields.of(body, "manifest", where)
         save_id = get.value("save_id", str, ok=is_save_id)
         world_size = get.count("world_size")
-        if world_size > MOST_RANKS:
-            get.fail(f"declares more than {MOST_RANKS} ranks")
+        if world_size > MAX_RANKS:
+            get.fail(f"declares more than {MAX_RANKS} ranks")
         tensors = _tensors_of(get, world_size)
         blobs = get.object("blobs")
         blob_fqns = blobs.names("fqns")
@@ -145,18 +145,18 @@ class Manifest:
         return cls(
             save_id=save_id,
             world_size=world_size,
-            created_at=str(body.get("created_at", "")),
-            writer={key: str(value) for key, value in get.value("writer", dict, {}).items()},
+            created_at=get.note("created_at", str, ""),
+            writer={key: str(value) for key, value in get.note("writer", dict, {}).items()},
             tensors=tensors,
             blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
-            planner_data=_planner_data_of(get),
+            planner_data=_planner_data_of(get.required("planner_data")),
             files=_files_of(get.object("files"), save_id, world_size),
             ranks=_refs_of(get.object("ranks"), world_size, partial(rank_manifest_path, save_id)),
             hosts=[
                 names[at]
                 for at in hosts.column("rank", count=world_size, below=len(names)).tolist()
             ],
-            stock=get.document("stock", stock_copy_path(save_id)),
+            stock=get.required("stock").document("stock", stock_copy_path(save_id)),
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             ties=_ties_of(get, tensors),
         )
@@ -243,7 +243,7 @@ def _layout_key(tensor: TensorRecord) -> object:
 
 def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
     """Return the tensors of a manifest, by name. Raises `FormatError`."""
-    shapes = get.value("shapes", list, ok=lambda shapes: all(map(are_counts, shapes)))
+    shapes = get.value("shapes", list, ok=lambda shapes: all(map(is_int_list, shapes)))
     dtypes, sizes = dtypes_of(get), list(map(tuple, shapes))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
     table = get.object("tensors")
@@ -264,7 +264,7 @@ def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
             )
             boxes = Grid(cut, shape)
         else:
-            is_whole = len(shape) <= MOST_DIMS and find_flaw(shape, cut) is None
+            is_whole = len(shape) <= MAX_DIMS and find_flaw(shape, cut) is None
             boxes = cut
         if not is_whole:
             fqn = fqns[keys.index(key)]
@@ -288,7 +288,7 @@ def _layout_of(
         return boxes, ranks.tolist()
     cuts: list[Sequence[int]] = []
     for entry in get.value("cuts", list):
-        starts = Fields({"cut": entry}, get.where, get.allowance).column("cut")
+        starts = Fields({"cut": entry}, get.where, get.budget).column("cut")
         if not len(starts) or starts[0] != 0 or bool((starts[1:] <= starts[:-1]).any()):
             get.fail("has a cut that does not ascend from 0")
         cuts.append(compact(starts))

@@ -18,11 +18,11 @@ from ckpt_storage.errors import FormatError, IntegrityError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .boxes import Box
-from .crc import combine_blocks
+from .crc import combine_blocks, combine_many
 from .documents import (
     DAMAGED,
-    MOST_COUNT,
-    MOST_DIMS,
+    MAX_COUNT,
+    MAX_DIMS,
     Counts,
     Fields,
     FileRef,
@@ -94,6 +94,17 @@ class ShardFile:
             for at in wanted
         ]
 
+    def combined_crc(self) -> int:
+        """Return the checksum of the whole file that those of its frames and blocks make up."""
+        crcs, lengths, end = list[int](), list[int](), 0
+        payloads = self.payload_crcs(range(len(self.fqn)))
+        rows = zip(self.frame_crcs, self.payload_start, payloads, self.payload_bytes, strict=False)
+        for frame, start, payload, size_bytes in rows:
+            crcs += (frame, payload)
+            lengths += (start - end, size_bytes)
+            end = start + size_bytes
+        return combine_many([*crcs, self.frame_crcs[-1]], [*lengths, self.size_bytes - end])
+
     def ref(self) -> FileRef:
         """Return path, length and checksum."""
         return FileRef(path=self.path, size_bytes=self.size_bytes, crc32c=self.crc32c)
@@ -164,14 +175,14 @@ class RankManifest:
         rank, fqns = get.count("rank"), get.names("fqns")
         dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
         item_bytes = np.array([DTYPES[name].item_bytes for name in dtypes], dtype=np.int64)
-        volumes = [box.volume if box.volume <= MOST_COUNT else -1 for box in boxes]
+        volumes = [box.volume if box.volume <= MAX_COUNT else -1 for box in boxes]
         payload_bytes = np.array(volumes, dtype=np.int64)
         return cls(
             save_id=save_id,
             rank=rank,
             world_size=get.count("world_size"),
-            host=str(body.get("host", "")),
-            pid=get.count("pid", 0),
+            host=get.note("host", str, ""),
+            pid=get.note("pid", int, 0),
             fqns=fqns,
             dtypes=dtypes,
             boxes=boxes,
@@ -232,7 +243,7 @@ def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
 
 def boxes_from_json(get: Fields) -> list[Box]:
     """Return the boxes that columns spell. Raises `FormatError`."""
-    ndim = get.column("ndim", below=MOST_DIMS + 1)
+    ndim = get.column("ndim", below=MAX_DIMS + 1)
     ends = np.cumsum(ndim).tolist()
     offsets, sizes = (
         get.column(key, count=int(ndim.sum())).tolist() for key in ("offsets", "sizes")

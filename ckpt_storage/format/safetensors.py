@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.errors import FormatError, InvalidInputError
 
-from .documents import MOST_DIMS, are_counts, strict_json
+from .documents import MAX_DIMS, is_int_list, strict_json
 from .names import DTYPES
 from .shard_item import NeedMoreBytes
 
@@ -186,7 +186,7 @@ def _entry(name: str, value: object) -> SafetensorsEntry:
 
 
 def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
-    if len(values) > MOST_DIMS or not are_counts(values):
+    if len(values) > MAX_DIMS or not is_int_list(values):
         raise _BadHeaderError(f"has sizes or offsets that are no counts for {name!r}")
     return tuple(values)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt_storage.errors import FormatError, UnsafeContentError
 
 from .boxes import Box
-from .documents import MOST_DIMS, are_counts
+from .documents import MAX_DIMS, is_int_list
 from .inert_pickle import (
     Allowed,
     ForbiddenGlobalError,
@@ -27,9 +27,9 @@ from .inert_pickle import (
 from .manifest import TensorRecord
 from .names import DTYPES, STOCK_METADATA, checked_path
 
-_MOST_FIELDS = 64
+_MAX_FIELDS = 64
 
-MOST_STOCK_BYTES = 4 << 30
+MAX_STOCK_BYTES = 4 << 30
 """Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""
 
 
@@ -69,8 +69,8 @@ def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMe
     class or function and for an item path that leaves the checkpoint's folder; `FormatError` for
     bytes that are cut short, are no pickle of that kind, or are too many.
     """
-    if len(data) > MOST_STOCK_BYTES:
-        raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
+    if len(data) > MAX_STOCK_BYTES:
+        raise _unusable(path, f"is {len(data)} bytes long; {MAX_STOCK_BYTES} is the limit")
     try:
         return _Decoder(path, len(data)).metadata(interpret(data, _ALLOWED))
     except ForbiddenGlobalError as error:
@@ -149,7 +149,7 @@ _ALLOWED: Allowed = {
 
 
 def _counts(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > MOST_DIMS or not are_counts(value):
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMS or not is_int_list(value):
         raise PickleMalformedError("a size, offset or length is no count")
     return tuple(value)
 
@@ -165,7 +165,7 @@ def _fields(value: object, name: str) -> dict[str, object]:
     match value:
         # No class has as many as a hostile file could name.
         case Record(name=found, args=(), state=Pairs() as state) if (
-            found == name and len(state) <= _MOST_FIELDS
+            found == name and len(state) <= _MAX_FIELDS
         ):
             fields = {_text(key): one for key, one in state}
             if len(fields) < len(state):

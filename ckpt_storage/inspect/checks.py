@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import DAMAGED, FileRef
+from ckpt_storage.format.documents import DAMAGED, RESTORE, FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
     DOCUMENTS,
@@ -24,10 +25,11 @@ from ckpt_storage.format.exports import (
     export_path,
 )
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
-from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, slot_path
+from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
+from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
@@ -54,13 +56,15 @@ class Problem:
 class ExportStatus:
     """An export that was found: its folder below the URL, "" for the URL itself.
 
-    `is_stale`: it is of another save than the checkpoint's head. `file_count` and `size_bytes`
-    are of its weight files.
+    `is_stale`: it is of another save than the checkpoint's head. `is_unfinished`: it is still being
+    written, or was given up, and nobody reads it; of its save and files nothing is known then.
+    `file_count` and `size_bytes` are of its weight files.
     """
 
     path: str
     save_id: str | None
-    is_stale: bool
+    is_stale: bool = False
+    is_unfinished: bool = False
     file_count: int
     size_bytes: int
 
@@ -96,6 +100,14 @@ class Findings:
             raise IntegrityError(message, path=path or error.path, **about) from error
         self.problems.append(Problem(message=message, file=path or error.path, **about))
 
+    def size_of(self, file: FileRef) -> int:
+        """Return the length of a file, asked for twice if it is not the one that was written."""
+        size_bytes = self.store.stat(file.path).size_bytes
+        if size_bytes != file.size_bytes:
+            self.store.drop_caches(file.path)
+            size_bytes = self.store.stat(file.path).size_bytes
+        return size_bytes
+
     @contextmanager
     def noting(
         self, path: str | None = None, rank: int | None = None, *, absent_step: str | None = None
@@ -118,17 +130,29 @@ class Findings:
 
 def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> None:
     """Check `.metadata` and the copy that it is made from, byte by byte."""
-    if manifest.stock is None:
-        return
     store = findings.store
+    if (head.stock, head.stock_entries) != (manifest.stock, manifest.stock_entries):
+        path, what = slot_path(head.slot), "its record and its manifest tell of another .metadata."
+        error = IntegrityError(f"{path}: {what}", path=path, offset=0, next_step=RESTORE)
+        findings.add(error)
+    if manifest.stock is None:
+        tail = slotlog.read_stock_tail(store)
+        if tail is not None:
+            what = f".metadata is of another save than {head.save_id}, which has none."
+            findings.add(IntegrityError(what, path=STOCK_METADATA, offset=0, next_step=_PUBLISH))
+        return
     findings.file_count += 2
     with findings.noting(manifest.stock.path):
-        copy = slotlog.read_referenced(store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
+        copy = slotlog.read_referenced(store, manifest.stock, max_bytes=MAX_STOCK_BYTES)
         pickled = split_footer(copy)[0]
         expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         with findings.noting(STOCK_METADATA):
             published = slotlog.read_stock(store)
             found = b"" if published is None else published.data
+            if found != expected:
+                store.drop_caches(STOCK_METADATA)
+                published = slotlog.read_stock(store)
+                found = b"" if published is None else published.data
             if found == expected:
                 return
             what, step = ".metadata is missing; torch's own readers find no checkpoint.", _PUBLISH
@@ -143,7 +167,7 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
 def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str]:
     """Return what a `.metadata` is that is not the head's, and what to do about it."""
     try:
-        publishing.check_newest(store, head, found)
+        publishing.check_newest(store, CommitLog.ending_with(head), Content(data=found))
     except FormatError as newer:
         step = newer.next_step or ""
         return str(newer).removesuffix(step).strip(), step
@@ -164,7 +188,7 @@ def check_foreign(findings: Findings, source: Source) -> None:
         findings.file_count += 1
         end = place.start + place.size_bytes
         with findings.noting():
-            found = slotlog.stat_if_there(findings.store, path)
+            found = slotlog.stat_or_none(findings.store, path)
             if found is None:
                 raise source.explain_missing(place)
             if found.size_bytes < end:
@@ -190,10 +214,13 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     for folder in ["", *folders]:
         before_count, index = len(problems), _index_in(findings.store, folder)
         status = _check_export(findings, folder, index, head)
-        if len(problems) > before_count and (now := _index_in(findings.store, folder)) != index:
-            # Another export was published meanwhile.
-            del problems[before_count:]
-            status = _check_export(findings, folder, now, head)
+        if len(problems) > before_count:
+            # Another export was published meanwhile, or the index was read wrongly.
+            findings.store.drop_caches(f"{folder}/{INDEX_NAME}".lstrip("/"))
+            now = _index_in(findings.store, folder)
+            if now != index:
+                del problems[before_count:]
+                status = _check_export(findings, folder, now, head)
         if status is not None:
             # The weight files, the index and the record.
             findings.file_count += status.file_count + 2
@@ -204,7 +231,7 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
 
 def _index_in(store: Store, folder: str) -> bytes | None:
     try:
-        found = slotlog.read_if_there(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
+        found = slotlog.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
     except StorageError as error:
         # Some storages answer so for what is not there to those who may not list.
         if error.kind != "permission":
@@ -221,9 +248,7 @@ def _check_export(
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
     if index is None:
-        if _is_guarded(store, folder):
-            findings.add(in_progress(f"{store.url}/{folder}".rstrip("/")))
-        return None
+        return _unfinished(findings, folder) if _is_guarded(store, folder) else None
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
     with noting(path):
         if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
@@ -231,13 +256,15 @@ def _check_export(
             raise _damage(path, what)
     if tag is None:
         return None
+    if _is_guarded(store, folder):
+        return _unfinished(findings, folder)
     _check_names(findings, folder, tag)
     record_path = prefix + export_path(tag.fingerprint)
     with noting(record_path):
-        found = slotlog.read_if_there(store, record_path)
-        if found is None:
+        decode = partial(ExportRecord.decode, path=record_path)
+        record = slotlog.read_decoded(store, record_path, decode)
+        if record is None:
             raise _damage(record_path, "is missing: it is the record of the export")
-        record = ExportRecord.decode(found.data, path=record_path)
         if record.fingerprint != tag.fingerprint:
             raise _damage(record_path, f"is of another export ({record.fingerprint})")
         files += (replace(file, path=prefix + file.path) for file in record.files)
@@ -257,6 +284,15 @@ def _check_export(
     )
 
 
+def _unfinished(findings: Findings, folder: str) -> ExportStatus | None:
+    """Return what is known of an export being written; at the URL itself it is a problem."""
+    if not folder:
+        findings.add(in_progress(findings.store.url))
+        return None
+    # The checkpoint above it may be sound.
+    return ExportStatus(path=folder, save_id=None, file_count=0, size_bytes=0, is_unfinished=True)
+
+
 def _is_guarded(store: Store, folder: str) -> bool:
     try:
         return slotlog.is_there(store, f"{folder}/{GUARD_NAME}".lstrip("/"))
@@ -268,7 +304,7 @@ def _is_guarded(store: Store, folder: str) -> bool:
 
 
 def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
-    """Report weight files that an index does not name, and a guard that was not removed."""
+    """Report weight files that an index does not name."""
     store = findings.store
     try:
         names = {entry.path.rpartition("/")[2] for entry in store.list(folder, recursive=False)}
@@ -277,10 +313,7 @@ def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
             raise
         log.info("What lies beside the export %s cannot be told: %s", folder or ".", error)
         return
-    if GUARD_NAME in names:
-        findings.add(in_progress(f"{store.url}/{folder}".rstrip("/")))
-        return
-    for name in sorted(names - tag.names):
+    for name in sorted(names - tag.names - {GUARD_NAME}):
         if name.endswith(".safetensors"):
             path = f"{folder}/{name}".lstrip("/")
             what = f"{path} is a weight file that {INDEX_NAME} does not name; readers that load "
@@ -290,7 +323,7 @@ def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
 
 
 def _check_weights(findings: Findings, file: FileRef) -> None:
-    size_bytes = findings.store.stat(file.path).size_bytes
+    size_bytes = findings.size_of(file)
     if size_bytes != file.size_bytes:
         what = f"has {size_bytes} bytes; {file.size_bytes} were written"
         raise _damage(file.path, what, min(size_bytes, file.size_bytes))
@@ -306,7 +339,7 @@ def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
 def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
-    """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
+    """Return whether a file of the length that `file` says has its CRC-32C; read twice if not."""
     step, crcs = ranges.options.part_bytes, dict[int, int]()
 
     def take(start: int, view: memoryview) -> None:
@@ -319,6 +352,13 @@ def has_checksum(
         read(start=start, stop=stop, done=partial(take, start))
         for start, stop in zip(starts, stops, strict=False)
     ]
-    ranges.run(reads, on_bytes=on_bytes)
     lengths = [read.stop - read.start for read in reads]
-    return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c
+
+    def is_right(note: Callable[[int], None]) -> bool:
+        ranges.run(reads, on_bytes=note)
+        return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c
+
+    if is_right(on_bytes):
+        return True
+    ranges.store.drop_caches(file.path)
+    return is_right(ignore)

@@ -19,7 +19,7 @@ from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import try_exclusive_create
+from ckpt_storage.store.probe import try_absence, try_creation, try_range, try_versions
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 from ckpt_storage.transfer.writing import ObjectWriter, write_options
 
@@ -32,12 +32,18 @@ Outcome = Literal["yes", "no", "skipped"]
 _LACKS = {
     "exclusive create": "Use the native URL of the same place, if this is a mount of an object "
     "store; else let one job write: two that save to one id are not told apart.",
+    "durable": "Use the native URL of the place behind this mount: a save that is reported as "
+    "committed may be lost, or lose its shards, when the mount ends.",
     "list": "Grant the right to list: list_checkpoints, retention and cleaning up need it.",
     "delete": "Grant the right to delete: superseded and dead saves stay, and the storage fills.",
     "list uploads": "Grant the right to list uploads, or have a lifecycle rule abort them: parts "
     "of uploads that died stay and are paid for.",
 }
 """What to do where a probe fails."""
+_NEEDED = {"write", "absent name", "read", "range read", "upload", "download"}
+"""Probes without which nothing can be saved or loaded."""
+
+_NOT_NEEDED = "not needed here: replacing a file is one step"
 _SMALL = bytes(4096)
 _CLOCK_S = 5 * 60.0
 _FAR_S = 0.05
@@ -75,8 +81,7 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """Whether checkpoints can be saved to and loaded from here."""
-        needed = {"write", "read", "upload", "download"}
-        return needed <= {probe.name for probe in self.probes if probe.outcome == "yes"}
+        return {probe.name for probe in self.probes if probe.outcome == "yes"} >= _NEEDED
 
 
 def diagnose(
@@ -138,23 +143,34 @@ class _Visit:
             # Not the root, where millions of objects may lie.
             "list": (lambda _: store.list(folder, recursive=False), 1),
             "write": (self._write, 9),
+            "absent name": (lambda _: self._ask_absence(), 1),
             "read": (lambda _: store.get(small).data != _SMALL and "other bytes came back", 9),
-            "exclusive create": (lambda _: self._create(), 1),
-            "conditional replace": (lambda _: self._replace_if_match(), 1),
+            "range read": (lambda _: try_range(store, small, _SMALL), 9),
+            "exclusive create": (lambda _: try_creation(store, self._new("created")), 1),
+            "conditional replace": (lambda _: self._try_replacement(), 1),
+            "durable": (lambda _: store.durability_problem(), 1),
             "clock": (lambda _: self._ask_clock(), 1),
             "upload": (self._put, 3),
             "download": (lambda _: self._get(), 3),
             "list uploads": (lambda _: store.abort_uploads(folder), 1),
             "delete": (lambda _: self._delete(small), 1),
         }
-        can_write = True
         for name, (ask, rounds) in asks.items():
-            why = "" if can_write else "nothing can be written"
-            if name == "list uploads" and not store.capabilities.lists_uploads:
-                why = why or "this kind of storage has none"
+            why = self._why_skipped(name)
             skipped = Probe(name=name, outcome="skipped", detail=why)
             self.probes.append(skipped if why else self._tried(name, ask, rounds))
-            can_write = can_write and (name != "write" or self.probes[-1].outcome == "yes")
+
+    def _why_skipped(self, name: str) -> str:
+        """Return why a probe would tell nothing, "" if it would."""
+        failed = {probe.name for probe in self.probes if probe.outcome != "yes"}
+        if "write" in failed:
+            return "nothing can be written"
+        if name == "download" and "upload" in failed:
+            return "nothing was uploaded"
+        if name == "list uploads" and not self.store.capabilities.lists_uploads:
+            return "this kind of storage has none"
+        is_rename = name == "conditional replace" and self.store.capabilities.kind == "posix"
+        return _NOT_NEEDED if is_rename else ""
 
     def _tried(self, name: str, ask: Callable[[int], object], rounds: int) -> Probe:
         """Ask for one thing: what is raised, or returned as a text, says why it does not work."""
@@ -186,25 +202,12 @@ class _Visit:
         self.store.make_folders([self._folder])
         self.store.put(self._new(f"small-{number}"), _SMALL)
 
-    def _create(self) -> str:
-        if not self.store.capabilities.exclusive_create:
-            return "this kind of storage has no exclusive creation"
-        return try_exclusive_create(self.store, self._new("created"))
+    def _ask_absence(self) -> None:
+        """Ask for a name that nothing bears, as each save and load does."""
+        try_absence(self.store, f"{self._folder}/absent")
 
-    def _replace_if_match(self) -> str:
-        store, path = self.store, self._new("replaced")
-        if not store.capabilities.if_match:
-            return "this kind of storage has no conditional replacement"
-        store.put(path, b"one\n")
-        old = store.get(path).version
-        store.replace(path, b"two\n", if_match=old)
-        try:
-            store.replace(path, b"three\n", if_match=old)
-        except StorageError as error:
-            if error.kind != "precondition":
-                raise
-            return ""
-        return "an object was replaced although it had changed: the condition is ignored"
+    def _try_replacement(self) -> str:
+        return try_versions(self.store, self._new("replaced"))[0]
 
     def _ask_clock(self) -> None:
         before_s = time.time()

@@ -21,7 +21,7 @@ from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, Casts, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.model import CommittedSource, Key, Source, explaining
+from ckpt_storage.source.model import CommittedSource, Key, Source, adding_context
 from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
@@ -76,11 +76,7 @@ class Handle:
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as store:
-            opening = partial(self._open, store)
-            if location.is_local:
-                # A thread that is waited for takes longer than to read a document from a disk.
-                opening = partial(store.in_one_thread, "opening", opening)
-            source = opening()
+            source = self._open(store)
         self.source = source
         # How much to hold at a time of what may be too large to hold.
         self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
@@ -159,7 +155,7 @@ class Handle:
     def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
         """Give a reader, and the places of chunks and blobs; explain errors of the block."""
         places: list[ChunkPlace] = []
-        with self.session("Reading from") as store, explaining(self.source, store, places):
+        with self.session("Reading from") as store, adding_context(self.source, store, places):
             places += self.places(keys, store)
             yield ChunkReader(RangeReader(store, self.options, pacer=self._pacer)), places
 
@@ -307,12 +303,12 @@ def walk(
     Shapes are those of the first. Small tensors are read many at a time.
     """
     batch: list[tuple[str, Selection]] = []
-    most_bytes, size_bytes = min(handle.piece_bytes for handle in handles), 0
+    max_bytes, size_bytes = min(handle.piece_bytes for handle in handles), 0
     for fqn in fqns:
         item_bytes = max(handle.entry(fqn).item_bytes for handle in handles)
-        for part in slabs(handles[0].tensors[fqn].shape, max(1, most_bytes // item_bytes)):
+        for part in slabs(handles[0].tensors[fqn].shape, max(1, max_bytes // item_bytes)):
             part_bytes = math.prod(map(len, part)) * item_bytes
-            if size_bytes + part_bytes > most_bytes:
+            if size_bytes + part_bytes > max_bytes:
                 yield from _pieces(handles, batch, on_bytes)
                 batch, size_bytes = [], 0
             batch.append((fqn, part))

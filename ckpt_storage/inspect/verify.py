@@ -21,10 +21,17 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import DAMAGED, MOST_SLOT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import (
+    DAMAGED,
+    MAX_SLOT_BYTES,
+    RESTORE,
+    Fields,
+    FileRef,
+    unseal,
+)
 from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import begun_path
+from ckpt_storage.format.names import begun_path, slot_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
@@ -34,7 +41,7 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
-from ckpt_storage.transfer.workers import side_by_side
+from ckpt_storage.transfer.workers import side_by_side, some_at_once
 
 from .checks import ExportStatus, Findings, Problem, check_exports, check_foreign, check_stock
 
@@ -210,10 +217,14 @@ class _Check(Findings):
         if not self.is_strict:
             path = begun_path(manifest.save_id)
             with self.noting(path):
-                marker = slotlog.read_if_there(self.store, path, most_bytes=MOST_SLOT_BYTES)
-                if marker is not None:
-                    self.file_count += 1
-                    unseal(marker.data, path=path)
+
+                def check(data: bytes) -> bool:
+                    marker = Fields.of(unseal(data, path=path), "begun", path)
+                    marker.value("save_id", str, ok=lambda text: text == manifest.save_id)
+                    return True
+
+                has_marker = slotlog.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
+                self.file_count += has_marker is not None
         files = divided(manifest.files, self.part_count)[self.part]
         total_bytes = sum(files.values())
         with reporting(self.progress, "load", 0, total_bytes, self.save_id) as self.on_bytes:
@@ -230,9 +241,23 @@ class _Check(Findings):
                 self.checked_bytes += sum(read.stop - read.start for read in reads)
             self.problems.sort(key=lambda one: (one.rank or 0, one.file or "", one.offset or 0))
             if not self.is_strict:
+                self._check_slots(head)
                 # Late, because a saver that committed a moment ago is about to publish.
                 check_stock(self, head, manifest)
                 self.exports = check_exports(self, self.save_id)
+
+    def _check_slots(self, head: SlotRecord) -> None:
+        """Check the records that nobody needs to read the head, and that none is missing."""
+
+        def check(slot: int) -> None:
+            with self.noting(slot_path(slot)):
+                if slotlog.read_slot(self.store, slot) is None:
+                    what = f"{slot_path(slot)} is missing: commits/ lost files."
+                    raise IntegrityError(what, offset=0, next_step=RESTORE)
+
+        checks = [partial(check, slot) for slot in range(1, head.slot)]
+        if checks:
+            some_at_once(checks, self.ranges.options.thread_count, deadline=self.store.deadline)
 
     def _ranks(self, manifest: Manifest, files: Mapping[str, int]) -> list[_Rank]:
         """Return the ranks that have something in this part; the first has those without files."""
@@ -276,8 +301,13 @@ class _Check(Findings):
             for file in document.files:
                 if file.path not in files:
                     continue
+                with self.noting(path, number):
+                    if file.combined_crc() != file.crc32c:
+                        what = f"{path} contradicts itself: the checksum of {file.path} is not "
+                        what += "that of its frames and blocks."
+                        raise IntegrityError(what, offset=0, next_step=RESTORE)
                 with self.noting(file.path, number):
-                    size_bytes = self.store.stat(file.path).size_bytes
+                    size_bytes = self.size_of(file.ref())
                     reads += self._reads(document, file, size_bytes)
         return reads
 
@@ -288,17 +318,23 @@ class _Check(Findings):
         edges, crcs, fqns = checksums_of(document, file)
         first, end = 0, bisect_right(edges, size_bytes) - 1 if self.is_deep else 0
 
-        def judge(spans: range, view: memoryview) -> None:
+        def judge(spans: range, read_before: set[int], view: memoryview) -> None:
             origin, rank = edges[spans.start], document.rank
             for span in spans:
                 part = view[edges[span] - origin : edges[span + 1] - origin]
-                if crc32c_of(part) != crcs[span]:
-                    self.add(wrong_block(file.path, edges[span], fqn=fqns[span], rank=rank))
+                if crc32c_of(part) == crcs[span]:
+                    continue
+                error = wrong_block(file.path, edges[span], fqn=fqns[span], rank=rank)
+                if not read_before:
+                    # The reader reads all of it once more.
+                    read_before.update(spans)
+                    raise error
+                self.add(error)
 
         while first < end:
             fitting = bisect_right(edges, edges[first] + self.ranges.options.part_bytes) - 1
             stop = min(max(fitting, first + 1), end)
-            done = partial(judge, range(first, stop))
+            done = partial(judge, range(first, stop), set())
             yield RangeRead(path=file.path, start=edges[first], stop=edges[stop], done=done)
             first = stop
         if size_bytes != file.size_bytes:

@@ -33,7 +33,7 @@ from ckpt_storage.options import (
     check_choice,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.model import Source, explaining
+from ckpt_storage.source.model import Source, adding_context
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.source.renaming import Rename, check_rename, new_names
 from ckpt_storage.store import Location, endpoint_of, open_store
@@ -279,7 +279,7 @@ class LoadSession:
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         with (
             deadline.governs(f"Loading from {store.url}", rank=self.rank),
-            explaining(source, store, places, effect=effect),
+            adding_context(source, store, places, effect=effect),
             # Else torch makes a view of each sharded target that gradients would flow through.
             torch.no_grad(),
         ):

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
 from ckpt_storage.store.deadline import Deadline
@@ -301,7 +301,7 @@ class SharedReads:
         else:
             self._peers.receive(unit.owner, buffer, tag, self._deadline)
             for wants, start, part in parts:
-                wants[0].place.check(part, start)
+                self._check_received(unit.owner, wants[0], start, part)
         for wants, start, part in parts:
             for read in wants:
                 if self._failures:
@@ -314,6 +314,14 @@ class SharedReads:
                     self._peers.send(rank, buffer, tag, self._deadline)
         else:
             self._deadline.watch.advanced(len(buffer))
+
+    def _check_received(self, owner: int, want: ChunkRead, start: int, part: memoryview) -> None:
+        """Check a piece that a peer sent; one that does not match is read from the storage."""
+        try:
+            want.place.check(part, start)
+        except IntegrityError as error:
+            log.warning("A piece that rank %d sent is read from the storage: %s", owner, error)
+            self._chunks.read([bytes_read(want.place, part, start)])
 
 
 _Split = tuple[Sequence[ChunkRead], Mapping[Key, Sequence[ChunkRead]]]

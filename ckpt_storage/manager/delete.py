@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_storage.commit.cleaning import attempts_there
-from ckpt_storage.commit.cleaning import delete as delete_commit
+from ckpt_storage.commit.attempt_files import attempts_there
+from ckpt_storage.commit.deletion import delete as delete_commit
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
@@ -113,7 +113,7 @@ def delete_step(roots: Sequence[Root], step: int) -> bool:
 
 
 def delete_with_exports(store: Store, expected_save_id: str | None) -> bool:
-    """Delete a checkpoint, and then its exports; returns and raises as `cleaning.delete`."""
+    """Delete a checkpoint, and then its exports; returns and raises as `deletion.delete`."""
     is_deleted = delete_commit(store, expected_save_id=expected_save_id)
     if is_deleted and (foreign_files := remove_exports(store)):
         log.info("%s: files of other tools stay, such as %s", store.url, foreign_files[0])

@@ -17,15 +17,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.cleaning import TOMBSTONE_AGE_S
+from ckpt_storage.commit import cleaning, deletion
+from ckpt_storage.commit.deletion import TOMBSTONE_AGE_S
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, UnsupportedByStoreError
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import find_abilities
 
 from .delete import delete_with_exports
 from .folders import FolderState, by_step
@@ -160,7 +160,7 @@ class Pruner:
         """
         if plan.planned or plan.leftovers:
             # Probed at the root, so that a crash leaves no probe in a checkpoint.
-            why_no_exclusive_create(self._root.open(deadline))
+            find_abilities(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
         deleted, freed = list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
@@ -252,7 +252,7 @@ class Pruner:
             delete_with_exports(store, "none")
             freed += cleaning.free_leftovers(store)
             self._root.forget(name)
-        if cleaning.remove_tombstone(store):
+        if deletion.remove_tombstone(store):
             self._root.forget(name)
         return None
 

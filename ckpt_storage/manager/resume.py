@@ -125,14 +125,7 @@ class Resumer:
                 if problem is None and present_id == info.save_id:
                     root.record_sound(info.name, info.save_id)
                     if skipped and self._ranks.is_coordinator:
-                        reasons = [
-                            f"{checkpoint.name} could not be loaded ({checkpoint.reason})"
-                            for checkpoint in skipped
-                        ]
-                        log.warning(
-                            "Resumed from %s, and not from what comes first: %s",
-                            *(info.url, "; ".join(reasons)),
-                        )
+                        _report_skipped(info, skipped)
                     step = root.names.step_of(info.name) if info.step is None else info.step
                     return Restored(info=info, step=step or 0, skipped=tuple(skipped))
                 if problem is None or present_id not in {"gone", info.save_id}:
@@ -263,6 +256,15 @@ class Resumer:
             )
             raise error if error is not None and is_own else fatal
         return (causes[0] if causes else None), present_id
+
+
+def _report_skipped(info: CheckpointInfo, skipped: Sequence[SkippedCheckpoint]) -> None:
+    """Log what could not be loaded; as an error if training falls back to an older step."""
+    is_older = any(checkpoint.name != info.name for checkpoint in skipped)
+    lost = " What was trained since then is LOST." if is_older else " It is a copy of this step."
+    reasons = "; ".join(f"{checkpoint.name}: {checkpoint.reason}" for checkpoint in skipped)
+    level = logging.ERROR if is_older else logging.WARNING
+    log.log(level, "Resumed from %s.%s These could not be loaded: %s", info.url, lost, reasons)
 
 
 def _skipped(checkpoint: FolderState | CheckpointInfo, problem: Exception) -> SkippedCheckpoint:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign, read_footer
-from ckpt_storage.commit.slotlog import if_there
+from ckpt_storage.commit.slotlog import or_none_if_absent
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -144,7 +144,7 @@ class Root:
                 )
             info = CheckpointInfo(url=url, name=state.name, format="dcp", step=state.step)
             return replace(state, status="foreign", info=info)
-        entries = if_there(lambda: store.list("", recursive=False)) or []
+        entries = or_none_if_absent(lambda: store.list("", recursive=False)) or []
         paths = {entry.path for entry in entries if not entry.path.startswith(PROBE_PREFIX)}
         paths.discard(f"{COMMITS}/")
         is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
@@ -162,7 +162,7 @@ class Root:
         times_s = self._slot_times_s
 
         def read_time(name: str, save_id: str | None, slot: int) -> None:
-            stat = slotlog.stat_if_there(self.open(deadline, name), slot_path(slot))
+            stat = slotlog.stat_or_none(self.open(deadline, name), slot_path(slot))
             times_s[name, save_id, slot] = None if stat is None else stat.modified_s
 
         missing = [key for key in by_slot if key[-1] and key not in times_s]

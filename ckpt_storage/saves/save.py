@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.commit.slotlog import how_to_settle
+from ckpt_storage.commit.slotlog import resolution_steps
 from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
@@ -316,7 +316,7 @@ def unknown_outcome(reason: str, operation: Operation, session: SaveSession) -> 
         save_id=save_id,
         rank=operation.coordinator_rank,
         phase="commit",
-        next_step=how_to_settle(session.url),
+        next_step=resolution_steps(session.url),
     )
 
 

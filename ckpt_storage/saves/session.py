@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
 from ckpt_storage.commit.attempt import SaveTicket, begin
-from ckpt_storage.commit.cleaning import delete_attempt, free_dead
+from ckpt_storage.commit.attempt_files import delete_attempt
+from ckpt_storage.commit.cleaning import free_dead
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import read_log

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from ckpt_storage.errors import (
@@ -19,7 +20,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
-from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES
 from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
@@ -28,10 +29,11 @@ from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, concerns
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, is_about
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.rereading import read_twice
 
-from .filemarks import FileMarks
+from .file_versions import FileVersions
 from .model import Key, Source
 
 log = logging.getLogger("ckpt_storage")
@@ -116,7 +118,7 @@ class StockSource(ForeignSource):
         try:
             self.held.update(_heads(ranges, unknown, _HEAD_BYTES, self._raw_place))
         except StorageError as error:
-            place = next((one for one in unknown.values() if concerns(error, one.path)), None)
+            place = next((one for one in unknown.values() if is_about(error, one.path)), None)
             if error.kind != "not-found" or place is None:
                 raise
             raise self.explain_missing(place) from error
@@ -157,14 +159,32 @@ def _heads(
         ChunkReader(ranges).read(reads)
         wanted = {}
         for key, head in heads.items():
-            parsed = parse(places[key], bytes(head))
+            place = places[key]
+            parsed = read_twice(
+                ranges.store, place.path, partial(_parsed, ranges, place, [head], parse)
+            )
             if not isinstance(parsed, NeedMoreBytes):
                 found[key] = parsed
             elif parsed.total_bytes > len(head):
                 wanted[key] = parsed.total_bytes
             else:  # pragma: no cover  # parsers ask for more or end
-                raise CheckpointError(f"{places[key].path} cannot be parsed.")
+                raise CheckpointError(f"{place.path} cannot be parsed.")
     return found
+
+
+def _parsed(
+    ranges: RangeReader,
+    place: ChunkPlace,
+    heads: list[bytearray],
+    parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
+) -> _T | NeedMoreBytes:
+    """Parse the first of `heads`, which was read before; at the next call, read as much anew."""
+    head = heads[-1]
+    if len(heads) > 1:
+        head = bytearray(len(head))
+        ChunkReader(ranges).read([bytes_read(place, memoryview(head))])
+    heads.append(head)
+    return parse(place, bytes(head))
 
 
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
@@ -193,7 +213,7 @@ def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
 
 
 def open_stock(
-    store: Store, data: bytes, marks: FileMarks, options: TransferOptions
+    store: Store, data: bytes, marks: FileVersions, options: TransferOptions
 ) -> StockSource:
     """Return the source that a stock `.metadata` describes.
 
@@ -213,7 +233,7 @@ def open_stock(
     )
 
 
-def open_safetensors(store: Store, marks: FileMarks, options: TransferOptions) -> ForeignSource:
+def open_safetensors(store: Store, marks: FileVersions, options: TransferOptions) -> ForeignSource:
     """Return the source that the safetensors files of a listing, and an index if any, make.
 
     With an index only the files that it names count, and each must hold what it says. Raises
@@ -322,7 +342,13 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 
 def _read_index(store: Store) -> dict[str, str]:
-    data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
+    def read() -> dict[str, str]:
+        return _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data)
+
+    return read_twice(store, INDEX_NAME, read)
+
+
+def _weight_map_of(store: Store, data: bytes) -> dict[str, str]:
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):

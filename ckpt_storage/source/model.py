@@ -13,18 +13,19 @@ from itertools import accumulate, chain
 from typing import Literal, TypeVar, cast
 
 from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, FileRef, unseal
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, RESTORE, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, concerns
+from ckpt_storage.transfer.chunks import ChunkPlace, is_about
 from ckpt_storage.transfer.workers import some_at_once
 
-from .filemarks import FileMarks, told_from_damage
+from .file_versions import FileVersions, changed_rather_than_damaged
 
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
@@ -32,7 +33,7 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 
 
-_MOST_KEPT, _MOST_KEPT_BYTES = 8, 1 << 15
+_MAX_KEPT, _MAX_KEPT_BYTES = 8, 1 << 15
 _M = TypeVar("_M", Manifest, RankManifest)
 
 
@@ -52,7 +53,7 @@ class Source(ABC):
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
     save_id: str | None = None
-    marks: FileMarks = field(default_factory=FileMarks)
+    marks: FileVersions = field(default_factory=FileVersions)
 
     @abstractmethod
     def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
@@ -213,7 +214,7 @@ class CommittedSource(Source):
 
     def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
         told = f"The manifest says that {what}; the rank manifest of rank {rank} {instead}."
-        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=DAMAGED)
+        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=RESTORE)
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
@@ -224,7 +225,7 @@ class CommittedSource(Source):
             path=place.path,
             rank=place.rank,
             offset=0,
-            next_step=DAMAGED,
+            next_step=RESTORE,
         )
 
 
@@ -239,7 +240,7 @@ def explained(
 
     Damage is told with the value that the file holds there, its rank, and the `effect`.
     """
-    mine = [place for place in places if concerns(error, place.path)]
+    mine = [place for place in places if is_about(error, place.path)]
     if not mine:
         return error
     if isinstance(error, StorageError):
@@ -262,7 +263,7 @@ def explained(
 
 
 @contextmanager
-def explaining(
+def adding_context(
     source: Source, store: Store, places: Sequence[ChunkPlace], *, effect: str = ""
 ) -> Iterator[None]:
     """Explain errors of the block, which reads `places`; these may grow meanwhile.
@@ -270,7 +271,7 @@ def explaining(
     In place of damage, and at the end, raises `CheckpointGoneError` if another writer's files
     changed.
     """
-    with told_from_damage(partial(source.check_unchanged, store)):
+    with changed_rather_than_damaged(partial(source.check_unchanged, store)):
         try:
             yield
         except (StorageError, IntegrityError) as error:
@@ -299,15 +300,15 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
 
 
 def read_document(
-    store: Store, reference: FileRef, *, save_id: str, most_bytes: int = MOST_DOCUMENT_BYTES
+    store: Store, reference: FileRef, *, save_id: str, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
     """Return a document that another one of `save_id` names, checked by length and checksum.
 
     A missing one is `IntegrityError`, or `CheckpointGoneError` if `save_id` has been superseded
-    and freed. `most_bytes` and other errors as for `slotlog.read_referenced`.
+    and freed. `max_bytes` and other errors as for `slotlog.read_referenced`.
     """
     try:
-        return slotlog.read_referenced(store, reference, most_bytes=most_bytes)
+        return slotlog.read_referenced(store, reference, max_bytes=max_bytes)
     except IntegrityError as error:
         raise (gone(store, save_id, reference.path) or error) from error.__cause__
 
@@ -321,9 +322,9 @@ def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
     found = kind.from_body(unseal(data, path=path), where=path)
     if found.save_id != save_id:
         what = f"{path} belongs to save {found.save_id}."
-        raise FormatError(what, path=path, next_step=DAMAGED)
-    if kept is not None and reference.size_bytes <= _MOST_KEPT_BYTES:
-        if len(kept) >= _MOST_KEPT:
+        raise FormatError(what, path=path, next_step=RESTORE)
+    if kept is not None and reference.size_bytes <= _MAX_KEPT_BYTES:
+        if len(kept) >= _MAX_KEPT:
             kept.clear()
         kept[reference] = found
     return found
@@ -333,9 +334,12 @@ def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManif
     """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
     reference = manifest.ranks[rank]
     found = _read(store, reference, manifest.save_id, RankManifest)
-    if found.rank != rank:
-        what = f"{reference.path} is the manifest of rank {found.rank}."
-        raise FormatError(what, path=reference.path, next_step=DAMAGED)
+    if (found.rank, found.world_size) != (rank, manifest.world_size):
+        what = (
+            f"{reference.path} is the manifest of rank {found.rank} of {found.world_size}, and "
+            f"should be of rank {rank} of {manifest.world_size}."
+        )
+        raise FormatError(what, path=reference.path, next_step=RESTORE)
     return found
 
 
@@ -349,5 +353,5 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
         return _read(store, record.manifest, record.save_id, Manifest)
     except IntegrityError:
         # Perhaps of a save that was superseded and freed, and the newer slots were lost.
-        publishing.check_newest(store, record)
+        publishing.check_newest(store, CommitLog.ending_with(record))
         raise

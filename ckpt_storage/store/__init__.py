@@ -18,6 +18,7 @@ from .backend import (
 )
 from .location import Location, anchored, endpoint_of
 from .registry import open_store, register_backend
+from .threads import moved as report_progress
 
 __all__ = [
     "Backend",
@@ -37,4 +38,5 @@ __all__ = [
     "endpoint_of",
     "open_store",
     "register_backend",
+    "report_progress",
 ]

@@ -46,6 +46,8 @@ class Capabilities:
     last_part_publishes: the storage takes the last part only with the completion. The facade then
         calls `put_part(last=True)` just before `complete_upload`, and repeats both as one.
     lists_uploads: `list_uploads` finds open uploads.
+    has_temporary_files: uploads are temporary files beside their target, which `list_uploads` finds
+        with the time of their last change, and `abort_upload` removes.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); None: it copies nothing.
     """
@@ -67,6 +69,7 @@ class Capabilities:
     tokens_travel: bool = False
     last_part_publishes: bool = False
     lists_uploads: bool = False
+    has_temporary_files: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
 
@@ -99,7 +102,7 @@ class Content:
 class Part:
     """One part that the storage has taken; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; some may be left out.
+    number: from 0, ascending with the offsets; S3 wants them without a gap.
     receipt: what the storage wants to see again. crc32c: what it told of a copied part.
     """
 
@@ -152,10 +155,14 @@ class PartCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenUpload:
-    """An upload that was begun and neither completed nor aborted; `path` is None if unknown."""
+    """An upload that was begun and neither completed nor aborted; `path` is None if unknown.
+
+    modified_s: time of the last change of a temporary file, by the storage's clock.
+    """
 
     path: str | None
     token: str
+    modified_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +192,9 @@ class Backend(abc.ABC):
     from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
     `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
     are understood, `StorageError(kind=...)` says it exactly. `Store` has deadlines, repeats and
-    error texts. Making a backend asks nothing of the storage.
+    error texts. Making a backend asks nothing of the storage. A call that makes many requests calls
+    `report_progress` after each, since one that is silent for `Settings.request_timeout_s` is given
+    up.
     """
 
     capabilities: Capabilities
@@ -203,6 +212,17 @@ class Backend(abc.ABC):
         Of one longer than `max_bytes` do not read all: raise `IntegrityError`, or return any more
         than that.
         """
+
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Return the end of an object, `byte_count` bytes or all of a shorter one, and its version.
+
+        Raise `ShortReadError` if the object was replaced by a shorter one meanwhile.
+        """
+        info = self.stat(path)
+        data = bytearray(min(byte_count, info.size_bytes))
+        if data:
+            self.read(path, [(info.size_bytes - len(data), memoryview(data))])
+        return Content(data=bytes(data), version=info.version)
 
     @abc.abstractmethod
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
@@ -281,9 +301,21 @@ class Backend(abc.ABC):
     def refresh(self) -> None:  # noqa: B027  # nothing to look up
         """Look credentials up again: those in use were refused."""
 
+    def drop_caches(self, path: str) -> None:
+        """Have the next read of an object come from the storage, over a new connection.
+
+        Called once an answer did not match its checksum. Drop what this host caches of the object,
+        and connections to the storage; caches behind a mount or a gateway stay.
+        """
+        del path
+
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and these folders below it, where the storage has such things."""
         del folders
+
+    def durability_problem(self) -> str:
+        """Return why what was written successfully may still be lost, "" if it may not."""
+        return ""
 
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it."""
@@ -313,7 +345,7 @@ class Backend(abc.ABC):
         del path, token
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:  # noqa: ARG002
-        """Yield the open uploads below a folder, and those of the very path `prefix`."""
+        """Yield the open uploads below a folder."""
         return iter(())
 
     def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from random import SystemRandom
-from typing import Literal, NoReturn, Self, TypeVar, cast
+from typing import Literal, NoReturn, Self, TypeVar
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.options import RetryPolicy
@@ -19,7 +19,7 @@ from ckpt_storage.options import RetryPolicy
 from .backend import Backend, Capabilities
 from .deadline import LOOK_S, Deadline
 from .problems import explain
-from .threads import TimedPool, as_many, between_calls, is_one_of_many, moved
+from .threads import TimedPool, moved
 
 log = logging.getLogger("ckpt_storage")
 
@@ -33,7 +33,7 @@ Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
 """
 
 # Answers, which waiting does not change; credentials are repeated only after a refresh.
-_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsupported"})
+_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "refused", "unsupported"})
 
 # Ranks forked from one process must not share a sequence of delays.
 _system_random = SystemRandom().random
@@ -168,23 +168,6 @@ class Calls:
             del failure
             attempt += 1
 
-    def in_one_thread(self, operation: str, calls: Callable[[], T]) -> T:
-        """Return what `calls` returns; the calls that it makes itself take turns in one thread.
-
-        Each has as long as it would have alone. What is done between them must end by itself.
-        """
-
-        def run(_: Backend) -> tuple[T | None, list[BaseException]]:
-            try:
-                return as_many(calls), []
-            except BaseException as error:  # noqa: BLE001  # its calls were repeated already
-                return None, [error]
-
-        result, failures = self.run(operation, "", run)
-        if failures:
-            raise failures.pop()
-        return cast("T", result)
-
     def _once(
         self,
         operation: str,
@@ -197,16 +180,11 @@ class Calls:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
             text = f"The {what} was not begun, because what it belongs to has failed."
-            raise StorageError(text, next_step="Look at the first failure.")
+            raise StorageError(text, kind="not-begun", next_step="Look at the first failure.")
         if left_s <= 0:
             text = f"The {what} was not begun, because its deadline has passed."
             step = "Raise the timeout of the phase, or find out what was slow."
-            raise StorageError(text, kind="timeout", next_step=step)
-        if is_one_of_many(what):
-            try:
-                return self._bordered(operation, path, call)
-            finally:
-                between_calls()
+            raise StorageError(text, kind="not-begun", next_step=step)
         return self._pool.run(
             lambda: self._bordered(operation, path, call),
             timeout_s=min(self._request_timeout_s + extra_s, left_s),
@@ -298,9 +276,12 @@ class Calls:
 
 
 def nothing_was_done(error: StorageError) -> bool:
-    """Return whether an error proves that the storage did not carry out the request."""
+    """Return whether an error proves that the storage did not carry out the request.
+
+    It was not sent, no connection was made, or the storage refused it.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         # __context__ may be an earlier attempt's error, which proves nothing of this one.
         cause = cause.__cause__
-    return cause is not None or error.kind == "throttled"
+    return cause is not None or error.kind in {"not-begun", "refused", "throttled"}

@@ -117,7 +117,7 @@ class Deadline:
                 raise
             if failure is not None and isinstance(error, StorageError):
                 raise failure from failure.__cause__ or error
-            is_late = isinstance(error, StorageError) and error.kind == "timeout"
+            is_late = isinstance(error, StorageError) and error.kind in {"not-begun", "timeout"}
             if is_late and self.remaining_s() < _CUT_S:
                 late = self.error(what)
                 late.rank, late.path = rank, error.path

@@ -7,6 +7,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import multiprocessing
 import os
 import re
 from collections.abc import Hashable, Mapping
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
-from .redaction import without_secrets
+from .redaction import without_password
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -90,7 +91,7 @@ class Location:
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            _check_scheme(protocol, given, without_secrets(f"{given}://{rest}"))
+            _check_scheme(protocol, given, without_password(f"{given}://{rest}"))
             if "protocol" in options:
                 # fsspec would follow it instead of the URL.
                 raise _bad("storage_options has 'protocol'.", "Leave it out: the URL names it.")
@@ -114,7 +115,7 @@ class Location:
             return dataclasses.replace(other, storage_options=options)
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
-            what = f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'."
+            what = f"The checkpoint id {without_password(text)!r} leads out of {self.url} by '..'."
             raise _bad(what, "Give a name below it, an absolute path or a full URL.")
         below = "/".join(part for part in parts if part or not self.is_local)
         if not self.is_local:
@@ -220,7 +221,7 @@ def _text_of(url: object) -> str:
     if not isinstance(text, str):
         step = "Give a str such as 's3://bucket/run', or a pathlib.Path."
         raise _bad(f"A {type(url).__name__} is no path or URL.", step)
-    shown = without_secrets(text)
+    shown = without_password(text)
     if not text.strip() or "\0" in text:
         step = "Give a folder or a URL such as 's3://bucket/run'."
         raise _bad(f"The path {shown!r} is empty or contains a NUL character.", step)
@@ -233,10 +234,13 @@ def _text_of(url: object) -> str:
         scheme = mangled.group(1).lower()
         kept = kept_scheme(scheme)
         is_colon = mangled.group(2) == ":"
+        if kept == "data" and "," in text:
+            step = "Give a folder or a URL such as 's3://bucket/run'."
+            raise _bad(f"{shown!r} is a data URL, which holds bytes and is no storage.", step)
         is_alone = is_colon and text.strip().partition("/")[0].endswith(":")
         if is_alone or kept in BUCKETS | USERS or (is_colon and kept in {"file", "memory"}):
             rest = text.strip()[mangled.end() :].lstrip("/")
-            hint = without_secrets(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
+            hint = without_password(f"{scheme}{':///' if kept == 'file' else '://'}{rest}")
             step = f"Pass the URL as a str: {hint!r} (pathlib folds its slashes)."
             raise _bad(f"{shown!r} is neither a path nor a URL.", step)
     return text
@@ -256,7 +260,7 @@ def _file_url_path(rest: str) -> str:
     """Return the path of a `file://` URL, which has an empty host or none but localhost."""
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
-        shown = without_secrets(f"file://{rest}").removeprefix("file://")
+        shown = without_password(f"file://{rest}").removeprefix("file://")
         step = f"Write three slashes for an absolute path: 'file:///{shown}'."
         raise _bad(f"'file://{shown}' names a host, or is a relative path.", step)
     return _absolute(path)
@@ -264,7 +268,7 @@ def _file_url_path(rest: str) -> str:
 
 def _checked_rest(protocol: str, rest: str) -> str:
     """Return what follows `scheme://`, with trailing slashes dropped and the rest kept as is."""
-    shown = without_secrets(f"{protocol}://{rest}")
+    shown = without_password(f"{protocol}://{rest}")
     if protocol == "memory":
         rest = rest.lstrip("/")
     if protocol in BUCKETS and not rest.partition("/")[0]:
@@ -297,7 +301,7 @@ def _check_user_info(protocol: str, rest: str) -> None:
 
 def _check_tail(rest: str) -> None:
     if _TAIL.search(rest):
-        shown = without_secrets(_TAIL.sub("", rest))
+        shown = without_password(_TAIL.sub("", rest))
         step = "Pass a SAS token as storage_options=; rename a folder that bears such a character."
         raise _bad(f"A query or fragment ('?' or '#') is behind {shown!r}; no URL takes one.", step)
 
@@ -330,9 +334,17 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
 
     if protocol not in {*known_implementations, *registry}:
         names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})
-        near = difflib.get_close_matches(given, names, 1, 0.5)
+        # One with another first letter is hardly what was meant.
+        alike = [name for name in names if name[0] == given[0]]
+        near = difflib.get_close_matches(given, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
+        if multiprocessing.parent_process() is not None:
+            step = (
+                "This is a worker process. If register_backend() was called in another one, call "
+            )
+            step += "it where this one imports it too, not below `if __name__ == '__main__'`, or "
+            step += f"name the backend in a package's metadata, in the group {ENTRY_POINTS}."
         raise _bad(f"No storage is known by the scheme of {shown!r}.", step)
     if protocol not in registry:
         module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]

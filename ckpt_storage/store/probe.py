@@ -1,93 +1,213 @@
-"""Finds out whether a storage keeps its promises: exclusive creation (I4), conditional deletion.
+"""Tries out what a storage does: absence, exclusive creation (I4), ranges, versions.
 
-Some servers take a condition and ignore it. Each question is answered by what the storage fails to
-do, "" if it keeps the promise; once per process and `Store.scope`, or URL where there is none.
-Raises `StorageError`, and keeps nothing, where there is no answer or no right to write.
+Some servers ignore a condition, or spell it in their own way, so no class says it for a server. The
+coordinator of a save tries it once per process and `Store.scope`: the first half before a byte is
+written, the other while it looks at what is there. Raises `StorageError`, and keeps nothing, where
+there is no answer or no right to write.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.names import probe_path
 
+from .abilities import Abilities, find_record, forget, remember
+from .backend import Content
 from .store import Store
 
 _TRIES = 3
-
-# Keyed by process too: a child of fork asks anew, with clients of its own.
-_RESULTS: dict[tuple[int, Hashable, str], str] = {}
-
-
-def why_no_exclusive_create(store: Store) -> str:
-    """Return why creation is not exclusive, "" if `store` refuses to create a name twice."""
-    if not store.capabilities.exclusive_create:
-        return "This storage has no exclusive creation to offer."
-    return _asked(store, try_exclusive_create)
+_RANGE_START = 7
+_REFUSALS = frozenset({"permission", "precondition", "refused", "unsupported"})
 
 
-def why_no_conditional_delete(store: Store) -> str:
-    """Return why `delete_version` is no help, "" if it spares another version."""
-    return "" if store.capabilities.kind == "posix" else _asked(store, _try_conditional_delete)
+def find_abilities(store: Store) -> Abilities:
+    """Return what the storage was seen to do; creation is tried if that was not done before."""
+    scope = store.find_scope()
+    record = find_record(scope)
+    if record is None:
+        path = probe_path()
+        hides_absence = not try_absence(store, path)
+        record = Abilities(create_problem=try_creation(store, path), hides_absence=hides_absence)
+        remember(scope, record)
+    return record
 
 
-def _asked(store: Store, ask: Callable[[Store, str], str]) -> str:
-    scope = store.scope
-    place = store.run("look at the storage", "", lambda _: scope()) if scope else store.url
-    key = os.getpid(), place, ask.__name__
-    if key not in _RESULTS:
-        _RESULTS[key] = answer = ask(store, probe_path())
-        return answer
-    return _RESULTS[key]
+def find_all_abilities(store: Store) -> Abilities:
+    """Return what the storage was seen to do with versions, too."""
+    record = find_abilities(store)
+    if record.replace_problem is None:
+        replace_problem, delete_problem = try_versions(store, probe_path())
+        record = replace(record, replace_problem=replace_problem, delete_problem=delete_problem)
+        remember(store.find_scope(), record)
+    return record
 
 
-def _try_conditional_delete(store: Store, path: str) -> str:
-    """Ask for the deletion of a version that was replaced."""
-    with _removed(store, path):
-        store.replace(path, b"first\n")
-        version = store.get(path).version
-        store.replace(path, b"second\n")
-        try:
-            if version is not None:
-                store.delete_version(path, version)
-        except StorageError as error:
-            if error.kind == "precondition" and store.get(path).data == b"second\n":
-                return ""
-            if error.kind not in {"precondition", "unsupported"}:
-                raise
-    return "The storage does not delete an object only if it is of a given version."
+def create_new(store: Store, path: str, data: bytes) -> None:
+    """Create an object in the way that the storage was seen to have; see `Store.create`."""
+    if find_abilities(store).create_problem:
+        store.create_alone(path, data)
+        return
+    try:
+        store.create(path, data)
+    except UnsupportedByStoreError:
+        forget(store.find_scope())
+        raise
 
 
-def try_exclusive_create(store: Store, path: str) -> str:
-    """Create a new name twice; answers as the probe, of a storage that has the capability."""
+def replaces_by_version(store: Store) -> bool:
+    """Return whether the storage decides if the object it replaces is of a given version."""
+    return store.capabilities.if_match and not find_all_abilities(store).replace_problem
+
+
+def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None) -> None:
+    """Put a whole object in place of what was read there, None for nothing.
+
+    Raises `StorageError` of kind "exists", "precondition" or "not-found" if it has changed. A
+    storage that does not decide it replaces whatever is there.
+    """
+    decides = replaces_by_version(store)
+    try:
+        if not decides or (seen is None and find_abilities(store).create_problem):
+            store.replace(path, data)
+        elif seen is None:
+            store.create(path, data)
+        else:
+            store.replace(path, data, if_match=seen.version)
+    except UnsupportedByStoreError:
+        forget(store.find_scope())
+        raise
+
+
+def try_absence(store: Store, path: str) -> bool:
+    """Return whether a name that nothing bears is "not-found", and not "forbidden".
+
+    S3 forbids it only to credentials that may not list either.
+    """
+    try:
+        store.stat(path)
+    except StorageError as error:
+        if error.kind == "not-found":
+            return True
+        if error.kind != "permission":
+            raise
+        failure = error
+    try:
+        store.list(path, recursive=False)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return False
+    raise failure
+
+
+def try_creation(store: Store, path: str) -> str:
+    """Create a new name, read it back, create it again; return why creation is not exclusive.
+
+    Raises `StorageError` if what was written cannot be read back: nothing must be saved there.
+    """
     first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     with _removed(store, path):
+        if not store.capabilities.exclusive_create:
+            store.put(path, first)
+            try_range(store, path, first)
+            return "This storage has no exclusive creation to offer."
         try:
             store.create(path, first)
-            if store.get(path).data != first:
-                return "The storage kept other content than was created."
-            for _ in range(_TRIES):
-                try:
-                    store.put_once(path, second, if_absent=True)
-                except StorageError as error:
-                    failure = error
-                else:
-                    return "The storage created a name a second time; it ignores the condition."
-                if store.get(path).data != first:
-                    return "The storage refused to create a name a second time, but did it."
-                if failure.kind in {"exists", "precondition"}:
-                    return ""
-                if failure.kind == "unsupported":
-                    break
         except UnsupportedByStoreError as error:
+            store.put(path, first)
+            try_range(store, path, first)
+            return f"The storage refuses exclusive creation: {error}"
+        try_range(store, path, first)
+        return _try_second_creation(store, path, first, second)
+
+
+def _try_second_creation(store: Store, path: str, first: bytes, second: bytes) -> str:
+    for _ in range(_TRIES):
+        try:
+            store.put_once(path, second, if_absent=True)
+        except StorageError as error:
             failure = error
-    if failure.kind == "unsupported":
-        return f"The storage refuses exclusive creation: {failure}"
+        else:
+            return "The storage created a name a second time; it ignores the condition."
+        if store.get(path).data != first:
+            return "The storage refused to create a name a second time, but did it."
+        if failure.kind in {"exists", "precondition"}:
+            return ""
+        if failure.kind == "unsupported":
+            return f"The storage refuses exclusive creation: {failure}"
     # No answer: the request may never have reached the storage.
     raise failure
+
+
+def try_range(store: Store, path: str, data: bytes) -> None:
+    """Read the end of an object that holds `data`; raise `StorageError` if other bytes come."""
+    for is_last in (False, True):
+        target = bytearray(len(data) - _RANGE_START)
+        store.read(path, [(_RANGE_START, memoryview(target))], size_bytes=len(data))
+        if target == data[_RANGE_START:]:
+            return
+        if is_last:
+            what = f"{store.shown(path)} was written, and other bytes were read back, twice."
+            step = "Look for a proxy or gateway that changes answers; nothing is saved here."
+            raise StorageError(what, path=store.shown(path), next_step=step)
+
+
+def try_versions(store: Store, path: str) -> tuple[str, str]:
+    """Replace and delete an object by an old version; return why either is not decided."""
+    if store.capabilities.kind == "posix":
+        return "A file system has no replacement by version.", ""
+    with _removed(store, path):
+        try:
+            store.replace(path, b"first\n")
+            old = store.stat(path).version
+            replace_problem = _try_replacement(store, path, old)
+            if replace_problem:
+                store.replace(path, b"another\n")
+        except StorageError as error:
+            # A retention policy, say: the first version of each object is the last.
+            if error.kind not in _REFUSALS:
+                raise
+            what = f"The storage does not replace objects: {error}"
+            return what, what
+        return replace_problem, _try_deletion(store, path, old)
+
+
+def _try_replacement(store: Store, path: str, old: str | None) -> str:
+    if not store.capabilities.if_match:
+        return "This storage has no replacement by version to offer."
+    try:
+        store.replace(path, b"second\n", if_match=old)
+    except StorageError as error:
+        if error.kind not in _REFUSALS:
+            raise
+        return f"The storage does not replace an object by its version: {error}"
+    try:
+        store.replace(path, b"third\n", if_match=old)
+    except StorageError as error:
+        if error.kind != "precondition":
+            raise
+        return ""
+    return "The storage replaced an object that had changed; it ignores the condition."
+
+
+def _try_deletion(store: Store, path: str, old: str | None) -> str:
+    if old is None:
+        return "The storage tells no versions."
+    data = store.get(path).data
+    try:
+        store.delete_version(path, old)
+    except StorageError as error:
+        if error.kind == "precondition" and store.get(path).data == data:
+            return ""
+        if error.kind not in _REFUSALS:
+            raise
+        return f"The storage does not delete an object by its version: {error}"
+    return "The storage deleted an object that had changed; it ignores the condition."
 
 
 @contextlib.contextmanager

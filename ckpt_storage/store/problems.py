@@ -5,6 +5,7 @@ Judges by codes, statuses, names of types and error numbers, never by the text o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import traceback
@@ -38,6 +39,13 @@ class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
         super().__init__(f"the answer has no {missing}, so it is not the storage's")
 
 
+class UnreadableAnswer(Exception):  # noqa: N818  # it never leaves this layer
+    """Bytes that came in place of an HTTP answer, or that make it ambiguous."""
+
+    def __init__(self, flaw: str) -> None:
+        super().__init__(f"what came is no answer of HTTP ({flaw})")
+
+
 class _Meaning(NamedTuple):
     """What a failure means for the user."""
 
@@ -59,7 +67,7 @@ other again: Try again later; the fault is the storage's.
 other: Check storage_options and the URL; if they are right, see the storage's logs.
     aiohttp.InvalidURL botocore.InvalidConfigError botocore.InvalidRegionError
     botocore.NoRegionError botocore.ParamValidationError botocore.ProfileNotFound
-    httpx.UnsupportedProtocol
+    httpx.UnsupportedProtocol httpx2.UnsupportedProtocol
 other: Check the name, or create it first: this package never creates one.
     NoSuchBucket ContainerNotFound InvalidBucketName ContainerDisabled
 not-found: Check the spelling, and that every host sees the same storage there.
@@ -72,10 +80,12 @@ precondition: Something else changed the object meanwhile; read it again.
     ConditionNotMet PreconditionFailed conditionNotMet 409 412
 range: The object is shorter than it should be.
     InvalidRange requestedRangeNotSatisfiable 416
-permission: Give these credentials the right to read, write, list and delete below this URL.
+permission: Grant the right to read, write, delete and list (S3: s3:ListBucket) below this URL.
     AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure
     AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403
     asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation
+permission: A retention policy or lock holds it: wait for its end, or save to another place.
+    BlobImmutableDueToPolicy retentionPolicyNotMet
 permission: Check owner and mode of the folder for this process, and that it is not read-only.
     EACCES EPERM EROFS
 credentials: Check the credentials in storage_options or the environment.
@@ -104,7 +114,7 @@ timeout again: Check that the storage answers; if it is only slow, raise Timeout
     OperationTimedOut RequestTimeout 408 504 ETIMEDOUT aiohttp.ServerTimeoutError
     azure.ServiceRequestTimeoutError azure.ServiceResponseTimeoutError
     botocore.ConnectTimeoutError botocore.ReadTimeoutError builtins.TimeoutError
-    fsspec.FSTimeoutError httpx.TimeoutException requests.Timeout
+    fsspec.FSTimeoutError httpx.TimeoutException httpx2.TimeoutException requests.Timeout
 connection again: Check the address (endpoint_url), the network and that the service runs.
     BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 ECONNABORTED
     ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET ENETUNREACH ENOTCONN EPIPE
@@ -112,10 +122,10 @@ connection again: Check the address (endpoint_url), the network and that the ser
     asyncssh.DisconnectError asyncssh.SFTPConnectionLost asyncssh.SFTPNoConnection
     azure.HttpResponseError azure.IncompleteReadError azure.ServiceRequestError
     azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
-    botocore.HTTPClientError botocore.IncompleteReadError botocore.ResponseParserError
-    builtins.ConnectionError builtins.EOFError concurrent.CancelledError google.TransportError
-    http.HTTPException httpx.TransportError paramiko.SSHException requests.ConnectionError
-    socket.gaierror ssl.SSLError webdav4.BadGatewayError
+    botocore.HTTPClientError botocore.IncompleteReadError builtins.ConnectionError
+    builtins.EOFError concurrent.CancelledError google.TransportError
+    http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
+    requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
 unsupported: This storage cannot do that; use another one, or its native API.
     MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP
     asyncssh.SFTPOpUnsupported builtins.NotImplementedError
@@ -124,8 +134,10 @@ unsupported: The folder spans two file systems; choose one that lies on one.
 other: Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.
     AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect
     TemporaryRedirect 301
-other: Check endpoint_url: is it the storage's API, and not its console or a proxy?
+bad-response: Check endpoint_url: is it the storage's API, and not its console or a proxy?
     azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError
+bad-response again: Check endpoint_url: does the storage's API listen there, behind no proxy?
+    botocore.ResponseParserError ckpt_storage.UnreadableAnswer http.BadStatusLine
 other: Part of the path is a file; give a path whose parents are folders.
     EISDIR ENOTDIR
 other again: Check the file system and its mount, the kernel log, and the limits (ulimit -n).
@@ -146,13 +158,27 @@ _BY_SIGN = dict(_meanings())
 _SERVER = _BY_SIGN["InternalError"]
 _CERTIFICATE = _BY_SIGN["ssl.SSLCertVerificationError"]
 _UNKNOWN = _BY_SIGN["botocore.ProfileNotFound"]
+_REFUSED = _UNKNOWN._replace(kind="refused")
 # paramiko's, for a closed connection and for most of what a server refuses.
 _NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
 _UNKNOWN_NUMBER = _Meaning(
     "other", "Check the path, the file system and its mount.", retryable=False
 )
-_FIRST_SERVER_STATUS = 500
+_SHOWING_ENDPOINT = frozenset(
+    {"bad-response", "connection", "credentials", "other", "refused", "timeout"}
+)
+_FIRST_CLIENT_STATUS, _FIRST_SERVER_STATUS = 400, 500
 _FAILURE_STATUSES = range(300, 600)
+_NO_CONNECTION = frozenset(
+    {
+        "aiohttp.ClientConnectorError",
+        "aiohttp.ConnectionTimeoutError",
+        "botocore.ConnectTimeoutError",
+        "builtins.ConnectionRefusedError",
+        "socket.gaierror",
+    }
+)
+"""Failures before the first byte of a request."""
 
 
 def explain(
@@ -175,11 +201,14 @@ def explain(
         error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))
-    answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
+    answers = (answer_in(link) for link in chain)
+    answer = next((answer for answer in answers if answer is not None), None)
+    if isinstance(answer, UnreadableAnswer):
+        error, chain, answer = answer, [answer], None
     known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
     text = _described(error, answer, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
-    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
+    shows_endpoint = meaning.kind in _SHOWING_ENDPOINT
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
     if meaning.kind == "timeout" and answer is None and timeout_s is not None:
         text = f"no answer within {timeout_s:g} s ({text})"
@@ -187,10 +216,30 @@ def explain(
     kind, step, again = meaning
     what = scrub(f"The {name} of {path} failed{where}: {text}.")
     failure = raised(what, kind=kind, retryable=again, path=scrub(path), next_step=step)
-    if any(isinstance(link, ConnectionRefusedError) for link in chain):
+    if any(not _NO_CONNECTION.isdisjoint(map(_type_name, type(link).mro())) for link in chain):
         # Proof that nothing was done; the foreign one may carry credentials in its text.
-        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "No connection was made")
     return failure
+
+
+def meaning_of(error: BaseException) -> StorageError:
+    """Return what an exception will become, for a backend that decides by it."""
+    return explain(error, "request", "")
+
+
+def is_absence(error: BaseException) -> bool:
+    """Return whether an exception says that something is not there, or lies below a file."""
+    return getattr(error, "errno", None) == errno.ENOTDIR or meaning_of(error).kind == "not-found"
+
+
+@contextlib.contextmanager
+def unless_absent() -> Iterator[None]:
+    """Ignore an error that says that something is not there, or lies below a file."""
+    try:
+        yield
+    except Exception as error:
+        if not is_absence(error):
+            raise
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -204,15 +253,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or hidden
 
 
-def _answer_in(error: BaseException) -> HttpFailure | None:
+def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
     """Return what a server said, if this exception carries an answer."""
     if isinstance(error, HttpFailure):
         return error
+    flaw = error.__cause__
+    causes = set() if flaw is None else {_type_name(kind) for kind in type(flaw).mro()}
+    is_made_up = _type_name(type(error)) == "aiohttp.ClientResponseError"
+    if is_made_up and "aiohttp.HttpProcessingError" in causes:
+        # Of an answer that it cannot parse, aiohttp makes up a status of 400.
+        return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         said = response.get("Error", {})
         status = _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-        code, message = str(said.get("Code", "")), str(said.get("Message", ""))
+        # Either may be None.
+        code, message = str(said.get("Code") or ""), str(said.get("Message") or "")
         return HttpFailure(status=status, code=code, message=message)
     # Elsewhere `code` is a number of the library's own, or of an error that is no answer.
     is_gcsfs = type(error).__module__.partition(".")[0] == "gcsfs"
@@ -237,7 +293,10 @@ def _meaning_of_answer(answer: HttpFailure) -> _Meaning | None:
     status = answer.status if answer.status is not None else _number(answer.error_code)
     if answer.error_code in _BY_SIGN or status is None:
         return _BY_SIGN.get(answer.error_code)
-    fallback = _SERVER if status >= _FIRST_SERVER_STATUS else _UNKNOWN
+    if status >= _FIRST_SERVER_STATUS:
+        fallback = _SERVER
+    else:
+        fallback = _REFUSED if status >= _FIRST_CLIENT_STATUS else _UNKNOWN
     return _BY_SIGN.get(str(status), fallback)
 
 
@@ -313,6 +372,12 @@ def check_source(copy: PartCopy, found_bytes: int) -> None:
         span = f"[{copy.start}, {end}){of}"
         text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
         raise damaged(copy.source.path, text, min(found_bytes, end))
+
+
+def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:
+    """Return the error that the storage at `url` has no such call."""
+    text = f"{url} {what}."
+    return UnsupportedByStoreError(text, kind="unsupported", path=shown, next_step=next_step)
 
 
 def changed(path: str) -> StorageError:

@@ -27,47 +27,33 @@ _TELLING_NAME = re.compile(
     r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
 )
 
-_SPELT_LIKE_ONE = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        # What follows "?" or "#" in a URL, and its "user:password@".
-        (r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+", r"\1***"),
-        (r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@", "***@"),
-        # A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a
-        # password may hold slashes: those of AWS do.
-        (
-            r"""(?x)
-            (?<![^\s'"(=,])
-            ((?:[A-Za-z][A-Za-z0-9+.-]*(?: :/* | // ))?)
-            (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
-            """,
-            r"\1***@",
-        ),
-        (r"(?i)\b(authorization[\"']?\s*[:=]\s*)[^\r\n]*", r"\1***"),
-        (r"(?i)\b(bearer|basic|sharedkey(?:lite)?)\s+[A-Za-z0-9+/._~:=-]{8,}", r"\1 ***"),
-        (
-            r"""(?ix)
-            \b(
-                accountkey | awsaccesskeyid | aws_access_key_id | aws_secret_access_key
-              | aws_session_token | access_token | client_secret | googleaccessid | id_token
-              | passw(?:or)?d | private_key | pwd | refresh_token | sas_token | secret(?:_key)?
-              | sharedaccesssignature | sig | signature | token | upload_id
-              | x-(?:amz|goog)-(?:credential|security-token|signature)
-            )
-            (["']?\s*(?:=|:|%3[aAdD])\s*["']?)
-            [^\s&"',;<>)\]}]+
-            """,
-            r"\1\2***",
-        ),
-    )
-]
+_IN_URLS = (
+    # What follows "?" or "#": signatures of presigned URLs. And "user:password@".
+    (re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+"), r"\1***"),
+    (re.compile(r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@"), "***@"),
+)
+
+_MANGLED = re.compile(
+    r"""(?x)
+    (?<![^\s'"(=,])
+    ((?:[A-Za-z][A-Za-z0-9+.-]*(?: :/* | // ))?)
+    (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
+    """
+)
+"""A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a password
+may hold slashes: those of AWS do."""
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with everything hidden that is spelt like a credential."""
-    for pattern, replacement in _SPELT_LIKE_ONE:
+    """Return `text` without signatures and passwords of the URLs in it."""
+    for pattern, replacement in _IN_URLS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def without_password(given: str) -> str:
+    """Return what a user gave as a URL, however misspelt, without secrets."""
+    return _MANGLED.sub(r"\1***@", without_secrets(given))
 
 
 def scrubber(storage_options: object, *urls: str) -> Callable[[str], str]:

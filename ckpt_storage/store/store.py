@@ -6,23 +6,25 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from operator import methodcaller
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
     StorageError,
-    UnsupportedByStoreError,
 )
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
-from .backend import Backend, Content, CopySource, ObjectInfo, Range, ShortReadError
+from .abilities import find_record
+from .backend import Backend, Content, CopySource, ObjectInfo, OpenUpload, Range, ShortReadError
 from .calls import Calls, Repeat, nothing_was_done
-from .problems import damaged, too_long
+from .problems import damaged, too_long, unable
 from .threads import moved
 from .upload import Upload
 
 log = logging.getLogger("ckpt_storage")
+
+T = TypeVar("T")
 
 UnsafeNames: TypeAlias = Literal["skip", "refuse"]
 """What a listing does about names that lead out of the folder, or are others elsewhere."""
@@ -48,7 +50,7 @@ class Store(Calls):
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
-        return self.run("stat", path, lambda backend: backend.stat(path))
+        return self._look("stat", path, lambda backend: backend.stat(path))
 
     def get(self, path: str, *, max_bytes: int | None = None) -> Content:
         """Return a whole small object with its version, from one answer, never from a cache.
@@ -62,7 +64,19 @@ class Store(Calls):
                 raise too_long(path, self.shown(path), len(found.data), max_bytes)
             return found
 
-        return self.run("read", path, get)
+        return self._look("read", path, get)
+
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Return the last bytes of an object, or all of a shorter one, and its version."""
+
+        def tail(backend: Backend) -> Content:
+            try:
+                return backend.tail(path, byte_count)
+            except ShortReadError:
+                # It was replaced by a shorter one.
+                return backend.tail(path, byte_count)
+
+        return self._look("read", path, tail)
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
@@ -74,10 +88,28 @@ class Store(Calls):
         def fill(backend: Backend) -> list[Exception]:
             return self._fill(backend, path, ranges, size_bytes)
 
-        failure = self.run("read", path, fill, repeat="unless-abandoned")
+        failure = self._look("read", path, fill, repeat="unless-abandoned")
         if failure:
             # As in `Calls._bordered`: a traceback must not hold the buffers.
             raise failure.pop()
+
+    def _look(
+        self, operation: str, path: str, call: Callable[[Backend], T], *, repeat: Repeat = "always"
+    ) -> T:
+        """Make a call that reads; what may not be listed is absent where it is forbidden."""
+        try:
+            return self.run(operation, path, call, repeat=repeat)
+        except StorageError as error:
+            if error.kind == "permission" and self.capabilities.is_remote:
+                record = find_record(self.find_scope())
+                if record is not None and record.hides_absence:
+                    error.kind = "not-found"
+            raise
+
+    def find_scope(self) -> Hashable:
+        """Return the key of one storage; what was seen of it holds for all roots there."""
+        scope = self.scope
+        return self.run("look at the storage", "", lambda _: scope()) if scope else self.url
 
     def _fill(
         self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
@@ -114,6 +146,17 @@ class Store(Calls):
             text = f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}."
             raise damaged(path, text, min(found_bytes, size_bytes or 0))
 
+    def drop_caches(self, path: str) -> None:
+        """Have the next read of an object come from the storage itself; see `Backend`.
+
+        An object that is gone has nothing to drop: the next read reports that.
+        """
+        try:
+            self.run("dropping of caches", path, lambda backend: backend.drop_caches(path))
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name; visible only complete, durable; idempotent."""
         self.put_once(path, data, what="write", repeat="always")
@@ -127,7 +170,9 @@ class Store(Calls):
         """
         if not self.capabilities.exclusive_create:
             step = "Let only one job save here at a time; of a mounted bucket use its own URL."
-            raise self.unable(path, "has no exclusive creation that can be relied on", step)
+            raise unable(
+                self.url, self.shown(path), "has no exclusive creation that can be relied on", step
+            )
         self._put_settled("exclusive creation", path, data, if_absent=True)
 
     def create_alone(self, path: str, data: bytes) -> None:
@@ -146,22 +191,11 @@ class Store(Calls):
             self.put_once(path, data, what="replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
             what = "cannot replace an object only if it is of a given version"
-            raise self.unable(path, what, "Replace it without if_match, and read it back.")
+            raise unable(
+                self.url, self.shown(path), what, "Replace it without if_match, and read it back."
+            )
         else:
             self._put_settled("replace", path, data, if_match=if_match)
-
-    def replace_seen(self, path: str, data: bytes, seen: Content | None) -> None:
-        """Put a whole object in place of what was read there, None for nothing.
-
-        Raises `StorageError` of kind "exists", "precondition" or "not-found" if it has changed.
-        A storage that knows no conditions replaces whatever is there.
-        """
-        if not self.capabilities.if_match:
-            self.replace(path, data)
-        elif seen is None:
-            self.create(path, data)
-        else:
-            self.replace(path, data, if_match=seen.version)
 
     def _put_settled(
         self,
@@ -182,14 +216,15 @@ class Store(Calls):
                 failure = error
             else:
                 return
-            if is_posix and failure.kind not in {"exists", "timeout"}:
+            if is_posix and failure.kind not in {"exists", "not-begun"}:
                 # The name is linked first and its folder synced then. A failed fsync proves
-                # nothing, and must not be tried again.
+                # nothing, and must not be tried again; one that was given up may still fail.
                 unsynced = True
-                in_doubt |= failure.retryable
+                in_doubt |= failure.retryable or failure.kind == "timeout"
             else:
                 # What was not answered may still arrive.
-                in_doubt |= not (failure.kind in _DEFINITE or nothing_was_done(failure))
+                is_unmet = if_match is not None and failure.kind == "precondition"
+                in_doubt |= not (is_unmet or failure.kind in _DEFINITE or nothing_was_done(failure))
             found = self._whose(path, data, if_match)
             if found == "other":
                 kind = "exists" if if_match is None else "precondition"
@@ -248,12 +283,6 @@ class Store(Calls):
 
         self.run(what, path, put, repeat=repeat)
 
-    def unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
-        """Return the error that the storage has no such call."""
-        return UnsupportedByStoreError(
-            f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
-        )
-
     def upload(self, path: str, *, copies: bool = False) -> Upload:
         """Begin an object in parts, at a write-once name; nothing is sent before the first part.
 
@@ -268,6 +297,24 @@ class Store(Calls):
         unless `capabilities.tokens_travel`.
         """
         return Upload(self, path, joined=token, write_id=write_id)
+
+    def temporary_files(self, path: str) -> list[OpenUpload]:
+        """Return the temporary files of an object, or of all below a folder of that name.
+
+        An empty list where the storage writes no such files.
+        """
+        if not self.capabilities.has_temporary_files:
+            return []
+
+        def collect(backend: Backend) -> list[OpenUpload]:
+            return list(backend.list_uploads(path))
+
+        return self.run("listing of temporary files", path, collect)
+
+    def remove_temporary_file(self, found: OpenUpload) -> None:
+        """Remove a temporary file that nobody writes any more; one that is gone is no error."""
+        path = found.path or ""
+        self.run("removal", path, lambda backend: backend.abort_upload(path, found.token))
 
     def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
         """Return path and token of each open upload below a folder, where the storage tells both.
@@ -377,6 +424,10 @@ class Store(Calls):
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and folders where the storage has such things; idempotent."""
         self.run("making of folders", "", lambda backend: backend.make_folders(folders))
+
+    def durability_problem(self) -> str:
+        """Return why what was written successfully may still be lost, "" if it may not."""
+        return self.run("look at the storage", "", lambda backend: backend.durability_problem())
 
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""

@@ -60,9 +60,10 @@ def abandoned_thread_count() -> int:
 
 
 def moved() -> None:
-    """Say that the call of this thread has come further, such as by a page: its time begins anew.
+    """Report progress, such as a page or a deletion: restart the timeout of this thread's call.
 
-    Raises `AbandonedError` if the call was given up, so that it does no more.
+    For backends, after each request of a call that makes many. Does nothing outside a call. Raises
+    a `StorageError` if the call was given up, so that it does no more: let it pass.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:
@@ -71,29 +72,18 @@ def moved() -> None:
         worker.moved_s = max(worker.moved_s, time.monotonic())
 
 
-def is_one_of_many(what: str) -> bool:
-    """Return whether this thread makes many calls, of which this is the next: its time begins."""
-    worker: _Worker | None = getattr(_serving, "worker", None)
-    if worker is None or not worker.is_of_many:
-        return False
-    moved()
-    worker.what, worker.moved_s = what, time.monotonic()
-    return True
-
-
-def between_calls() -> None:
-    """Say that this thread of many calls makes none: what it does until the next takes its time."""
-    _serving.worker.moved_s = math.inf
-
-
-def as_many(calls: Callable[[], T]) -> T:
-    """Return what `calls` returns; the calls that it makes itself are made in this thread."""
-    _serving.worker.is_of_many = True
-    between_calls()
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raise `StorageError`, which says why, if the system gives no more."""
     try:
-        return calls()
-    finally:
-        _serving.worker.is_of_many = False
+        thread.start()
+    except RuntimeError as error:
+        raise StorageError(
+            f"This process could not start the thread {thread.name!r}: {error}.",
+            kind="not-begun",
+            retryable=True,
+            next_step="It has too many, or is ending: see ulimit -u, the pids limit of its "
+            "container, and thread_count. The next call tries again.",
+        ) from error
 
 
 class _Worker(threading.Thread):
@@ -104,12 +94,10 @@ class _Worker(threading.Thread):
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.is_abandoned = False
-        # A call of many has the time of each, and is named after the one that is under way.
-        self.is_of_many = False
         self.what = ""
         self.moved_s = 0.0
         self._lock = threading.Lock()
-        self.start()
+        start_thread(self)
 
     def run(self) -> None:
         _serving.worker = self
@@ -195,8 +183,7 @@ class TimedPool:
             while True:
                 moved_s = worker.moved_s
                 left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
-                looks = cancelled is not None or math.isinf(moved_s)
-                wait_s = max(0.0, min(LOOK_S, left_s) if looks else left_s)
+                wait_s = max(0.0, left_s if cancelled is None else min(LOOK_S, left_s))
                 wake_s = time.monotonic() + wait_s
                 try:
                     value, error = worker.answers.get(timeout=wait_s)

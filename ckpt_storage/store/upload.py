@@ -8,15 +8,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import methodcaller
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
 
 from .backend import Backend, Part, PartCopy
+from .calls import Calls
+from .problems import unable
 from .threads import AbandonedError, moved
-
-if TYPE_CHECKING:
-    from .store import Store
 
 _State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
 """Closed is one whose receipts were told: no more is written."""
@@ -31,6 +35,7 @@ _REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
 class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
+    An upload whose start got no answer stays open: `abort_uploads`, or a lifecycle rule, ends it.
     One owner begins it. Where `capabilities.tokens_travel`, others join with its `token`, write
     or copy parts, and tell their `receipts` to one of them, who completes it. Part numbers ascend
     with the offsets; none is used by two members, and some may be left out. After a part was given
@@ -39,15 +44,15 @@ class Upload:
 
     def __init__(
         self,
-        store: Store,
+        calls: Calls,
         path: str,
         *,
         copies: bool = False,
         joined: str | None = None,
         write_id: str = "",
     ) -> None:
-        self._store, self._path, self._shown = store, path, store.shown(path)
-        self._capabilities = store.capabilities
+        self._calls, self._path, self._shown = calls, path, calls.shown(path)
+        self._capabilities = calls.capabilities
         self._copies, self._is_owner, self._token = copies, joined is None, joined
         if joined is not None:
             self._check_shared()
@@ -58,10 +63,9 @@ class Upload:
         self._lock = threading.Lock()
         # Held while the upload is begun, so that parts sent at once begin one upload.
         self._begin_lock = threading.Lock()
-        self._begin_count = 0
         self._may_be_visible = False
         self._is_flushed = False
-        self._given_up_part: int | None = None
+        self._given_up_part: Part | None = None
         self._state: _State = "open"
 
     def token(self) -> str:
@@ -93,7 +97,7 @@ class Upload:
         def put(backend: Backend, token: str) -> Part:
             return self._put_part(backend, token, part, buffers, last=last)
 
-        self._send(number, f"write of part {number}", put)
+        self._send(part, "write", put)
 
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
@@ -113,9 +117,11 @@ class Upload:
         `UnsupportedByStoreError` where the storage cannot copy.
         """
         self._check("open")
-        what = f"copy of part {copy.number} from {copy.source.path}"
+        part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         return self._send(
-            copy.number, what, lambda backend, token: backend.copy_part(self._path, token, copy)
+            part,
+            f"copy from {copy.source.path}",
+            lambda backend, token: backend.copy_part(self._path, token, copy),
         ).crc32c
 
     def receipts(self) -> list[Part]:
@@ -134,7 +140,7 @@ class Upload:
             what = "handing over of the parts"
             flush = methodcaller("flush_parts", self._path, token)
             sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
-            self._store.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
+            self._calls.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
             self._is_flushed = True
         return parts
 
@@ -163,10 +169,6 @@ class Upload:
             self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
         self._state = "complete"
         self._held = None
-        # The object is there; an upload that stays is found by `abort_uploads`.
-        with contextlib.suppress(CheckpointError):
-            if self._begin_count > 1:
-                self._store.run("abort of uploads", self._path, self._abort_unseen)
 
     def abort(self) -> None:
         """Discard everything sent, also after the phase's deadline, within `CLEAN_UP_S` seconds.
@@ -179,21 +181,27 @@ class Upload:
             self._state = "aborted"
             self._held = None
         try:
-            self._store.cleaning_up().run("abort of the upload", self._path, self._discard)
+            self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
         finally:
             if self._may_be_visible:
-                self._delete_ours(self._store.cleaning_up())
+                self._take_back()
+
+    def _take_back(self) -> None:
+        try:
+            self._calls.cleaning_up().run("deletion", self._path, self._delete_ours)
+        except StorageError as error:
+            if error.kind not in {"not-found", "precondition"}:
+                raise
 
     def _begun(self) -> str:
         """Return the token, for which the upload may have to be begun."""
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
-                self._token = self._store.run("start of the upload", self._path, self._begin)
+                self._token = self._calls.run("start of the upload", self._path, self._begin)
             return self._token
 
     def _begin(self, backend: Backend) -> str:
-        self._begin_count += 1
         token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
         try:
             moved()
@@ -203,9 +211,10 @@ class Upload:
             raise
         return token
 
-    def _send(self, number: int, operation: str, call: Callable[[Backend, str], Part]) -> Part:
-        """Send part `number` and keep its receipt; the upload is dead if it may still go on."""
+    def _send(self, part: Part, operation: str, call: Callable[[Backend, str], Part]) -> Part:
+        """Send a part and keep its receipt; the upload is dead if it may still go on."""
         token = self._begun()
+        what = f"{operation} of {part.size_bytes} bytes at byte {part.offset}"
 
         def send(backend: Backend) -> Part:
             try:
@@ -216,17 +225,17 @@ class Upload:
                     backend.abort_upload(self._path, token)
 
         try:
-            part = self._store.run(operation, self._path, send, repeat="unless-abandoned")
+            receipt = self._calls.run(what, self._path, send, repeat="unless-abandoned")
         except BaseException as error:
             # Left behind, or interrupted: the part may still be on its way.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
-                self._given_up_part = number
+                self._given_up_part = part
             raise
         with self._lock:
             # Its receipts may have been handed over while it was being sent.
             self._check("open")
-            self._parts[number] = part
-        return part
+            self._parts[part.number] = receipt
+        return receipt
 
     def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
@@ -239,7 +248,7 @@ class Upload:
         """Make the object visible; settle by looking at it what became of a lost answer."""
         self._may_be_visible = True
         try:
-            self._store.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
+            self._calls.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
         except StorageError as failure:
             if failure.kind in _REFUSALS:
                 raise
@@ -247,7 +256,7 @@ class Upload:
             is_gone, ours_bytes = failure.kind == "not-found", None
             # The error of the completion is the one to raise.
             with contextlib.suppress(StorageError):
-                found = self._store.stat(self._path)
+                found = self._calls.run("stat", self._path, methodcaller("stat", self._path))
                 if found.write_id == self.write_id or (is_gone and found.write_id is None):
                     ours_bytes = found.size_bytes
             if ours_bytes == total_bytes:
@@ -267,39 +276,29 @@ class Upload:
             backend.leave_upload(self._path, token)
         elif token is not None:
             backend.abort_upload(self._path, token)
-        if self._begin_count > (token is not None):
-            self._abort_unseen(backend)
 
-    def _delete_ours(self, store: Store) -> None:
-        try:
-            found = store.stat(self._path)
-            if found.write_id == self.write_id:
-                if found.version is not None:
-                    store.delete_version(self._path, found.version)
-                else:
-                    store.delete([self._path])
-        except StorageError as error:
-            if error.kind == "unsupported":
-                store.delete([self._path])
-            elif error.kind not in {"not-found", "precondition"}:
-                raise
-
-    def _abort_unseen(self, backend: Backend) -> None:
-        """Abort uploads of this very path that were begun without our getting to know."""
-        if self._capabilities.lists_uploads:
-            for found in backend.list_uploads(self._path):
-                if found.path == self._path and found.token != self._token:
-                    backend.abort_upload(self._path, found.token)
+    def _delete_ours(self, backend: Backend) -> None:
+        """Delete the object if it is of this upload, even where nobody saw it become visible."""
+        info = backend.stat(self._path)
+        if info.write_id != self.write_id:
+            return
+        if info.version is not None:
+            with contextlib.suppress(UnsupportedByStoreError):
+                backend.delete_version(self._path, info.version)
+                return
+        backend.delete([self._path])
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:
             what = "takes no upload from several processes"
-            raise self._store.unable(self._path, what, "Let one process write the whole object.")
+            step = "Let one process write the whole object."
+            raise unable(self._calls.url, self._shown, what, step)
 
     def _check(self, *states: _State) -> None:
         """Raise unless it can go on, and is in one of these states, if any are named."""
         if self._given_up_part is not None:
-            why = f"part {self._given_up_part} did not end in time and may still be changing"
+            at = self._given_up_part.offset
+            why = f"the part at byte {at} did not end in time and may still be changing"
             raise self._error(f"cannot go on: {why}", "Abort it and save again.")
         if states and self._state not in states:
             raise self._error("was ended before", "Start a new one.")

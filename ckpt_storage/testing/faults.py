@@ -246,6 +246,7 @@ class FaultBackend(Backend):
 
     stat = played(Backend.stat, _stat_half)
     get = played(Backend.get, _get_half)
+    tail = played(Backend.tail)
     read = played(
         Backend.read,
         lambda inner, path, ranges: inner.read(path, ((at, _half(view)) for at, view in ranges)),
@@ -265,6 +266,7 @@ class FaultBackend(Backend):
     complete_upload = played(Backend.complete_upload)
     abort_upload = played(Backend.abort_upload)
     refresh = played(Backend.refresh)
+    drop_caches = played(Backend.drop_caches)
     make_folders = played(Backend.make_folders, lambda inner, all_: inner.make_folders(_half(all_)))
     delete_folder = played(Backend.delete_folder, _delete_half)
     delete_version = played(Backend.delete_version)
@@ -284,6 +286,10 @@ class FaultBackend(Backend):
     def close(self) -> None:
         """Close the inner backend: a dead process closes all, too."""
         self.inner.close()
+
+    def durability_problem(self) -> str:
+        """Return what the inner backend says."""
+        return self.inner.durability_problem()
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return what the inner backend says."""

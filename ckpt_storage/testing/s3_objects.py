@@ -19,13 +19,16 @@ from xml.sax.saxutils import escape
 
 from crc32c import crc32c
 
+from .s3_rules import Profile, Refusal, ServiceRules, rules_of
+
 _SOURCE, _CHECKSUM = "x-amz-copy-source", "x-amz-checksum-"
-_MARKERS = ("uploads", "uploadId", "delete", "list-type")
+_MARKERS = ("uploads", "uploadId", "delete", "list-type", "session")
 # Operations by method, place, marker among the parameters, and whether it is a copy.
 _ROUTES = {
     "HEAD bucket": "head_bucket",
     "GET bucket list-type": "list",
     "GET bucket uploads": "list_uploads",
+    "GET bucket session": "create_session",
     "POST bucket delete": "bulk_delete",
     "GET object": "get",
     "HEAD object": "head",
@@ -129,13 +132,13 @@ class _Stored:
     time_s: float = field(default_factory=time.time)
 
     def headers(self) -> dict[str, str]:
-        told = {**self.checksum, f"{_CHECKSUM}type": "FULL_OBJECT"} if self.checksum else {}
-        return {"ETag": self.etag, **told}
+        is_composite = any("-" in text for text in self.checksum.values())
+        kind = {f"{_CHECKSUM}type": "COMPOSITE" if is_composite else "FULL_OBJECT"}
+        return {"ETag": self.etag, **self.checksum, **(kind if self.checksum else {})}
 
     def fields(self) -> dict[str, object]:
         time_text = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(self.time_s))
-        kinds = {name.rpartition("-")[2].upper(): crc for name, crc in self.checksum.items()}
-        crcs = {f"Checksum{kind}": crc for kind, crc in kinds.items()}
+        crcs = {_element(name): crc for name, crc in self.checksum.items()}
         return {"ETag": self.etag, "LastModified": time_text, **crcs}
 
 
@@ -146,14 +149,21 @@ class S3Objects:
     `ignore_preconditions` models a store from before conditional writes: it overwrites silently.
     `min_part_bytes` is the least size of a part that is not the last, and `list_page_count` the
     most entries of one listing; tests lower them to get many parts and pages from little data.
+    `profile` names a service whose own rules hold, too.
     """
 
+    profile: Profile | None = None
     ignore_preconditions: bool = False
     min_part_bytes: int = 5 << 20
     list_page_count: int = 1000
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _buckets: dict[str, _Home] = field(default_factory=dict, init=False)
     _uploads: dict[str, tuple[Request, _Parts]] = field(default_factory=dict, init=False)
+    _distorted: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _service: ServiceRules = field(default_factory=ServiceRules, init=False)
+
+    def __post_init__(self) -> None:
+        self._service = rules_of(self.profile)
 
     def create_bucket(self, name: str) -> None:
         """Create a bucket if it is missing."""
@@ -178,6 +188,7 @@ class S3Objects:
     def answer(self, request: Request) -> Answer:
         """Do what is asked, or refuse it and change nothing."""
         try:
+            _refuse(self._service.refusal(request.op, request.query, request.headers))
             _refuse_unknown(request)
             with self._lock:
                 self._check_place(request)
@@ -185,6 +196,8 @@ class S3Objects:
                 self._check(request, home.get(request.key))
                 answer: Answer = getattr(self, f"_{request.op}")(request, home)
         except S3Error as error:
+            if error.code == "NoSuchKey" and not self._service.list_right:
+                error = S3Error(403, "AccessDenied", "Access Denied")
             return error.answer()
         except (KeyError, ValueError, ET.ParseError) as error:
             return S3Error(400, "InvalidArgument", repr(error)).answer()
@@ -199,8 +212,9 @@ class S3Objects:
 
     def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:
         """Raise unless the conditions hold for what is there."""
-        match = request.headers.get(f"{prefix}if-match")
-        absent = request.headers.get(f"{prefix}if-none-match")
+        match, absent = request.headers.get(f"{prefix}if-match"), None
+        if not prefix:
+            match, absent = self._service.conditions_of(request.op, request.headers)
         if self.ignore_preconditions or match is absent is None:
             return
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):
@@ -214,20 +228,28 @@ class S3Objects:
         prefix, delimiter = (request.query.get(name, "") for name in ("prefix", "delimiter"))
         after = bytes.fromhex(request.query.get("continuation-token", "")).decode()
         entries: dict[str, _Stored | None] = {}
-        for key in sorted(key for key in home if key.startswith(prefix)):
+        keys = {*home}
+        if self._service.directory_bucket and delimiter:
+            # AWS, "Differences for directory buckets": prefixes of uploads in progress, too.
+            keys |= {f"{begun.key}/" for begun, _ in self._of_bucket(request)}
+        for key in sorted(key for key in keys if key.startswith(prefix)):
             cut = key.find(delimiter, len(prefix)) if delimiter else -1
             name = key if cut < 0 else key[: cut + len(delimiter)]
             # Rolled up names come in the order of their keys, so a page may end at any of them.
-            if name > after:
+            if name > after and (cut >= 0 or key in home):
                 entries[name] = home[key] if cut < 0 else None
         page = list(entries.items())[: int(request.query.get("max-keys", 1000))]
         page = page[: self.list_page_count]
         is_cut = 0 < len(page) < len(entries)
+        token = page[-1][0].encode().hex() if is_cut else None
+        if self._service.directory_bucket:
+            # AWS, "Differences for directory buckets": no lexicographical order.
+            page.sort(key=lambda entry: zlib.crc32(entry[0].encode()))
         fields = {
             "Prefix": prefix,
             "KeyCount": len(page),
             "IsTruncated": is_cut,
-            "NextContinuationToken": page[-1][0].encode().hex() if is_cut else None,
+            "NextContinuationToken": token,
             "Contents": [
                 {"Key": key, "Size": len(one.body), **one.fields()} for key, one in page if one
             ],
@@ -243,19 +265,29 @@ class S3Objects:
         marker = query.get("key-marker", ""), query.get("upload-id-marker", "~")
         left = sorted(
             (begun.key, name)
-            for name, (begun, _) in self._uploads.items()
-            if begun.bucket == request.bucket and begun.key.startswith(query.get("prefix", ""))
-            if (begun.key, name) > marker
+            for begun, name in self._of_bucket(request)
+            if begun.key.startswith(query.get("prefix", "")) and (begun.key, name) > marker
         )
-        page = left[: self.list_page_count]
+        page, is_directory = left[: self.list_page_count], self._service.directory_bucket
         fields = {
             "Bucket": request.bucket,
             "IsTruncated": len(page) < len(left),
             "NextKeyMarker": page[-1][0] if page else "",
-            "NextUploadIdMarker": page[-1][1] if page else "",
+            "NextUploadIdMarker": page[-1][1] if page and not is_directory else "",
             "Upload": [{"Key": key, "UploadId": name} for key, name in page],
         }
         return _document("ListMultipartUploadsResult", fields)
+
+    def _of_bucket(self, request: Request) -> list[tuple[Request, str]]:
+        """Return what began each open upload of the bucket, and the name of the upload."""
+        found = [(begun, name) for name, (begun, _) in self._uploads.items()]
+        return [(begun, name) for begun, name in found if begun.bucket == request.bucket]
+
+    def _create_session(self, _request: Request, _home: _Home) -> Answer:
+        ends = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
+        names = ("SessionToken", "SecretAccessKey", "AccessKeyId")
+        fields = {"Credentials": dict.fromkeys(names, "session") | {"Expiration": ends}}
+        return _document("CreateSessionOutput", fields)
 
     def _bulk_delete(self, request: Request, home: _Home) -> Answer:
         items = request.items("Object")
@@ -274,12 +306,30 @@ class S3Objects:
             if start >= stop:
                 raise S3Error(416, "InvalidRange", "The requested range is not satisfiable")
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(stored.body)}"
-            return Answer(206, headers, memoryview(stored.body)[start:stop])
+            return Answer(
+                self._service.range_status,
+                headers,
+                self._sent(request, memoryview(stored.body)[start:stop]),
+            )
         if request.headers.get(f"{_CHECKSUM}mode") == "ENABLED":
             headers |= stored.headers()
-        return Answer(200, headers, stored.body)
+        return Answer(200, headers, self._sent(request, stored.body))
 
     _head = _get
+
+    def _sent(self, request: Request, body: bytes | memoryview) -> bytes | memoryview:
+        """Return what is sent of an object, with a wrong byte where the profile has it so."""
+        name = request.bucket, request.key
+        if (
+            not self._service.wrong_byte
+            or request.op != "get"
+            or not body
+            or name in self._distorted
+        ):
+            return body
+        self._distorted.add(name)
+        middle = len(body) // 2
+        return bytes(body[:middle]) + bytes([body[middle] ^ 1]) + bytes(body[middle + 1 :])
 
     def _put(self, request: Request, home: _Home) -> Answer:
         home[request.key] = stored = _Stored(request.body, request.kept(), request.checksum())
@@ -299,7 +349,8 @@ class S3Objects:
 
     def _delete(self, request: Request, home: _Home) -> Answer:
         home.pop(request.key, None)
-        return Answer(204, {})
+        # AWS, "How S3 Object Lock works": versions stay below a delete marker; none is shown here.
+        return Answer(204, {"x-amz-delete-marker": "true"} if self._service.object_lock else {})
 
     def _create_upload(self, request: Request, _home: _Home) -> Answer:
         # Uploads of one key are listed by age, which their ids tell.
@@ -323,6 +374,9 @@ class S3Objects:
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "The part number is not within 1 and 10000")
         begun, parts = self._uploads[request.query["uploadId"]]
+        declared = begun.headers.get(f"{_CHECKSUM}algorithm", "").lower()
+        for name in request.checksum():
+            _refuse(self._service.refusal_of_part_checksum(declared, name.removeprefix(_CHECKSUM)))
         checksum = request.checksum() or begun.checksum_of(body)
         parts[number] = part = _Stored(body, checksum=checksum)
         if is_copy:
@@ -335,20 +389,31 @@ class S3Objects:
         # An upload is forgotten once it is complete, so that a repeated request gets NoSuchUpload,
         # as from MinIO and Ceph; AWS repeats its answer for a while. A refused one stays open.
         begun, parts = self._uploads[request.query["uploadId"]]
-        named = [
-            (int(part["PartNumber"]), part["ETag"].strip('"')) for part in request.items("Part")
-        ]
+        items = request.items("Part")
+        named = [(int(part["PartNumber"]), part["ETag"].strip('"')) for part in items]
         numbers = [number for number, _ in named]
         if sorted(set(numbers)) != numbers:
             raise S3Error(400, "InvalidPartOrder", "The parts are not in ascending order")
         if not {*named} <= {(number, part.etag.strip('"')) for number, part in parts.items()}:
             raise S3Error(400, "InvalidPart", "A part is not there as it is named")
+        for (number, _), part in zip(named, items, strict=True):
+            for name, text in parts[number].checksum.items():
+                if part.get(_element(name), text) != text:
+                    raise S3Error(400, "InvalidPart", f"{name} of part {number} is {text}")
         if any(len(parts[number].body) < self.min_part_bytes for number in numbers[:-1]):
             raise S3Error(400, "EntityTooSmall", f"A part is below {self.min_part_bytes} bytes")
+        sizes = [len(parts[number].body) for number in numbers]
+        has_checksums = any(parts[number].checksum for number in numbers)
+        _refuse(self._service.refusal_of_parts(numbers, sizes, has_checksums=has_checksums))
         body = b"".join(parts[number].body for number in numbers)
         _verify(request.checksum(), body)
         etag = f'"{secrets.token_hex(16)}-{len(numbers)}"'
-        home[request.key] = stored = _Stored(body, begun.kept(), begun.checksum_of(body), etag)
+        checksum = begun.checksum_of(body)
+        if begun.headers.get(f"{_CHECKSUM}type") == "COMPOSITE":
+            digests = [next(iter(parts[number].checksum.values())) for number in numbers]
+            whole = begun.checksum_of(b"".join(map(base64.b64decode, digests)))
+            checksum = {name: f"{text}-{len(numbers)}" for name, text in whole.items()}
+        home[request.key] = stored = _Stored(body, begun.kept(), checksum, etag)
         self._abort(request, home)
         fields = {"Bucket": request.bucket, "Key": request.key, **stored.fields()}
         return _document("CompleteMultipartUploadResult", fields)
@@ -356,6 +421,11 @@ class S3Objects:
     def _abort(self, request: Request, _home: _Home) -> Answer:
         del self._uploads[request.query["uploadId"]]
         return Answer(204, {})
+
+
+def _refuse(refusal: Refusal | None) -> None:
+    if refusal is not None:
+        raise S3Error(refusal.status, refusal.code, refusal.message)
 
 
 def _refuse_unknown(request: Request) -> None:
@@ -367,6 +437,11 @@ def _refuse_unknown(request: Request) -> None:
     # The checksum with a completion is that of the object.
     if request.op != "complete":
         _verify(claims, request.body)
+
+
+def _element(header: str) -> str:
+    """Return the name of the element for a header with a checksum."""
+    return f"Checksum{header.removeprefix(_CHECKSUM).upper()}"
 
 
 def _existing(found: _Stored | None) -> _Stored:

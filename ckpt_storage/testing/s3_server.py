@@ -25,13 +25,16 @@ from urllib.parse import parse_qsl, unquote
 from ckpt_storage.errors import InvalidInputError
 
 from .s3_objects import Answer, Request, S3Error, S3Objects
+from .s3_rules import customer_key_options
 
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules"]
 
 _STOP_TIMEOUT_S = 10.0
 _RESET = struct.pack("ii", 1, 0)
 
-Action = Literal["delay", "hang", "ignore_range", "lost", "reset", "status", "torn", "truncate"]
+Action = Literal[
+    "delay", "flip", "hang", "ignore_range", "lost", "reset", "status", "torn", "truncate"
+]
 CrashWhen = Literal["before", "after", "torn"]
 
 
@@ -45,6 +48,7 @@ class FaultRule:
 
     * `status`: do nothing, answer `status` and `code`; 200 is an error told in a success.
     * `delay`: wait `delay_s` seconds, then serve as usual. `hang`: never answer.
+    * `flip`: change a byte of the request's body on its way, then serve as usual.
     * `reset`: reset the connection, with the work not done; `lost`: with the work done.
     * `torn`: read half of the body, if there is one, then reset; nothing is stored.
     * `truncate`: do the work, announce the whole answer, send half of it, close.
@@ -137,7 +141,8 @@ class S3Server(S3Objects):
     def storage_options(self) -> dict[str, Any]:
         """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
         client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
-        return {"key": "test", "secret": "test", "client_kwargs": client}
+        extra = customer_key_options() if self.profile == "sse-c" else {}
+        return {"key": "test", "secret": "test", "client_kwargs": client, **extra}
 
     def faults(self, rules: Iterable[FaultRule]) -> None:
         """Replace all fault rules, whose matches count from now on; an empty list ends them."""
@@ -258,6 +263,8 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if fault == "ignore_range":
             headers.pop("range", None)
         body = b"" if fault == "reset" else self._body(headers, is_torn=fault == "torn")
+        if fault == "flip" and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
         owner.note(record, bytes_in=len(body))
         if fault == "status":
             return S3Error(rule.status, rule.code, "injected by a fault rule").answer()

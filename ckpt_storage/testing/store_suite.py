@@ -6,16 +6,18 @@
         @pytest.fixture
         def other(self, backend): ...    # a second, independent client of the same root
 
-A capability that a backend does not declare is not tested, but its refusal is. The suite
-writes a few tens of MiB where the storage wants large parts.
+Override `raw`, too, if you have another client of the storage. A capability that a backend does
+not declare is not tested, but its refusal is. The suite writes a few tens of MiB where the storage
+wants large parts. It needs pytest and Hypothesis, and is all that our own backends pass.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeAlias
 
 import pytest
 
@@ -24,26 +26,33 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES, RetryPolicy
 from ckpt_storage.store.backend import DELETE_COUNT, Backend, Range, ShortReadError
 from ckpt_storage.store.store import Store
 
+from .fault_facts import FaultFacts
+from .store_machine import check_sequences
 from .upload_facts import WAIT_S, UploadFacts, kind_of, paths_of, pattern, send, together
 
-__all__ = ["StoreSuite"]
+__all__ = ["RawWrite", "StoreSuite"]
+
+RawWrite: TypeAlias = Callable[[str, bytes], None]
+"""Writes a whole object at a path below the root, by another client than those under test."""
 
 _FOLDERS = ("commits", "saves", "saves/a", "saves/a/ranks", "saves/a/b", "saves/ab", "hf")
 _ONCE = RetryPolicy(attempt_count=1)
 
 
-class StoreSuite(UploadFacts):
+class StoreSuite(UploadFacts, FaultFacts):
     """Facts about a backend; derive, override `backend` and `other`, and pytest checks them.
 
     odd_names: may be shortened for a storage that forbids a character; say so there.
     many: names in one folder, more than a page of a listing and than one deletion; fewer where
         the storage has no pages and is slow.
+    sequence_count: random sequences of calls that are held against a dict.
     """
 
     odd_names: Sequence[str] = (
         *("a b", "ü 漢字", "100%25", "a+b", "a#b", "a&b=c", "[x]*", "{y}", "~z", "d'e\"f"),
     )
     many: int = DELETE_COUNT + 50
+    sequence_count: int = 10
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -54,6 +63,11 @@ class StoreSuite(UploadFacts):
     def other(self) -> Backend:
         """Override: a second, independent client of the root of `backend`."""
         raise NotImplementedError
+
+    @pytest.fixture
+    def raw(self) -> RawWrite | None:
+        """Override: what writes an object below the root past both clients; None: nothing does."""
+        return None
 
     @pytest.fixture
     def store(self, backend: Backend) -> Iterator[Store]:
@@ -269,6 +283,38 @@ class StoreSuite(UploadFacts):
         store.put("saves/a/x", b"data")
         times = [store.stat("saves/a/x").modified_s, store.list("saves/a")[0].modified_s]
         assert all(told is None or abs(told - now_s) < 60 for told in times)
+
+    def test_what_another_program_writes_is_read(self, store: Store, raw: RawWrite | None) -> None:
+        """At once, whole, and in place of what this client wrote or has read before."""
+        if raw is None:
+            pytest.skip("`raw` is not overridden: no other client writes here")
+        for data in (pattern(3000, 1), b"", pattern(2000, 2)):
+            raw("saves/a/x", data)
+            assert store.get("saves/a/x").data == data
+            assert store.stat("saves/a/x").size_bytes == len(data)
+            found = [(entry.path, entry.size_bytes) for entry in store.list("saves/a")]
+            assert found == [("saves/a/x", len(data))]
+            target = bytearray(len(data))
+            store.read("saves/a/x", [(0, memoryview(target))], size_bytes=len(data))
+            assert target == data
+            store.replace("saves/a/x", b"ours")
+            assert store.get("saves/a/x").data == b"ours"
+
+    def test_a_version_is_deleted_only_while_it_is_there(self, store: Store) -> None:
+        """What took its place meanwhile stays; a storage that cannot decide it says so."""
+        store.put("saves/a/x", b"ours")
+        version = store.get("saves/a/x").version or ""
+        store.put("saves/a/x", b"another's")
+        kind = kind_of(store.delete_version, "saves/a/x", version)
+        assert kind in {"precondition", "unsupported"}
+        assert store.get("saves/a/x").data == b"another's"
+        if kind == "precondition":
+            store.delete_version("saves/a/x", store.get("saves/a/x").version or "")
+            assert kind_of(store.stat, "saves/a/x") == "not-found"
+
+    def test_any_sequence_of_calls_is_that_of_a_dict(self, store: Store, second: Store) -> None:
+        """Puts, creations, uploads, reads, listings and deletions by both clients in turn."""
+        check_sequences(store, second, self.sequence_count)
 
     def test_a_closed_backend_is_used_again(self, store: Store, second: Store) -> None:
         """Closing lets go of connections, twice is no error, and the other client goes on."""

@@ -215,13 +215,13 @@ class UploadFacts:
     def test_members_write_one_object(
         self, owner: Upload, store: Store, second: Store, size: int
     ) -> None:
-        """The object holds what owner and members wrote; numbers may be left out."""
+        """The object holds what owner and members wrote."""
         ends = [*(pattern(size, i) for i in range(4)), pattern(17, 4)]
         token = owner.token()
 
         def write(i: int) -> list[Part]:
             member = (store, second)[i % 2].join(_PATH, token)
-            part = partial(member.write_part, 3 * i, i * size, [memoryview(ends[i])], last=i == 4)
+            part = partial(member.write_part, i, i * size, [memoryview(ends[i])], last=i == 4)
             part()
             receipts = member.receipts()
             assert _travelled(receipts) == member.receipts()

@@ -126,7 +126,7 @@ def bytes_read(place: ChunkPlace, memory: memoryview, start: int = 0) -> ChunkRe
     )
 
 
-def concerns(error: CheckpointError, path: str) -> bool:
+def is_about(error: CheckpointError, path: str) -> bool:
     """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
     return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
 

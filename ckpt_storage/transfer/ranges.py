@@ -15,6 +15,7 @@ from ckpt_storage.store.backend import Range
 from ckpt_storage.store.store import Store
 
 from .pacing import READ_BUDGET, Pacer
+from .rereading import read_twice
 from .workers import Workers
 
 _READ_GRACE_S = 330.0
@@ -150,11 +151,16 @@ class _Run:
     def _read(self, batch: Sequence[RangeRead]) -> None:
         first = batch[0]
         ranges = _Ranges(self, batch, None if self._is_remote else _PIECE_BYTES)
-        if any(read.start < read.stop for read in batch):
-            self._store.read(first.path, ranges, size_bytes=first.file_bytes)
-        else:
-            deque(ranges, maxlen=0)
-        ranges.finish()
+
+        def read() -> None:
+            if any(read.start < read.stop for read in batch):
+                self._store.read(first.path, ranges, size_bytes=first.file_bytes)
+            else:
+                deque(ranges, maxlen=0)
+            ranges.finish()
+
+        # What was checked and done before the mismatch is not read again.
+        read_twice(self._store, first.path, read)
 
     def check(self, path: str) -> None:
         """Raise if nobody waits for what is read any more."""
@@ -208,9 +214,11 @@ class _Ranges:
         self._end()
 
     def _end(self) -> None:
-        read, run = self._left.popleft(), self._run
+        read, run = self._left[0], self._run
         run.check(read.path)
         read.done(self._view)
+        # A mismatch that `done` finds is read again.
+        self._left.popleft()
         if self._buffer is not None:
             run.buffers.append(self._buffer)
         length = read.stop - read.start

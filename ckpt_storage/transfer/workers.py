@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.store.threads import start_thread
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Workers:
         ]
         for number, thread in enumerate(self._threads):
             try:
-                thread.start()
+                start_thread(thread)
             except BaseException:
                 # A process may have no more threads; those that it has would wait for ever.
                 for _ in range(number):

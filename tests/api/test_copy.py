@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
 from ckpt_storage.commit import cleaning
-from ckpt_storage.commit.cleaning import delete, delete_attempt
+from ckpt_storage.commit.attempt_files import delete_attempt
+from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export.output import place_within
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB

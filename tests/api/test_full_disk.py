@@ -79,6 +79,21 @@ def test_a_close_that_fails_does_not_hide_that_a_disk_is_full(tmp_path: Path) ->
     assert caught.value.kind == "no-space"
 
 
+def test_an_export_that_found_no_space_is_no_fault_of_its_checkpoint(tmp_path: Path) -> None:
+    """The error says at which byte it stopped; `verify` shows the export as unfinished."""
+    ckpt_storage.save({"w": torch.arange(1 << 22, dtype=torch.float32)}, tmp_path)
+    full = Rule(action="error", operation="pwritev", path="safetensors.tmp", errno=errno.ENOSPC)
+    with faulty_disk([full]), pytest.raises(ckpt_storage.StorageError, match="at byte") as caught:
+        ckpt_storage.consolidate(tmp_path, max_file_bytes=1 << 30)
+    assert caught.value.kind == "no-space"
+    report = ckpt_storage.verify(tmp_path)
+    assert (report.ok, report.problems) == (True, [])
+    assert [(export.path, export.is_unfinished) for export in report.exports] == [("hf", True)]
+    ckpt_storage.consolidate(tmp_path)
+    (export,) = ckpt_storage.verify(tmp_path).exports
+    assert (export.is_unfinished, export.file_count) == (False, 1)
+
+
 SMALL = {"w": torch.arange(1000.0), "b": torch.ones(3)}
 
 

@@ -209,7 +209,7 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folder) -> None:
-    """Opening and loading refuse it and say what to do, `verify` calls it unsound."""
+    """Opening and loading refuse it and say what to do; `verify` tells it from its checkpoint."""
     shutil.copytree(folder.root / "v2", folder.root / "run")
     output, url = "run/hf", str(folder.root / "run/hf")
     folder.run(2, output, wrap=dying_at("complete_upload", 3), file_count=4)
@@ -220,11 +220,14 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
             errors.CheckpointInProgressError, match=r"or its writer died.*call it again"
         ):
             read(url)
-    for checked in (url, str(folder.root / "run")):
-        (problem,) = ckpt_storage.verify(checked).problems
-        assert "still being written" in problem.message
-        told = cli_tools.call("verify", checked)
-        assert (told.exit_code, "still being written" in told.stdout) == (1, True)
+    (problem,) = ckpt_storage.verify(url).problems
+    assert "still being written" in problem.message
+    told = cli_tools.call("verify", url)
+    assert (told.exit_code, "still being written" in told.stdout) == (1, True)
+    above = ckpt_storage.verify(str(folder.root / "run"))
+    assert (above.ok, [export.is_unfinished for export in above.exports]) == (True, [True])
+    told = cli_tools.call("verify", str(folder.root / "run"))
+    assert (told.exit_code, "The export hf is not finished" in told.stdout) == (0, True)
     folder.check_goes_on(output, file_count=4)
     assert ckpt_storage.verify(str(folder.root / "run")).ok
 

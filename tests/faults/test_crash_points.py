@@ -33,7 +33,7 @@ import ckpt_storage.saves.session
 from ckpt_storage import RetryPolicy, errors, verify
 from ckpt_storage.dcp.reader import CheckpointStorageReader
 from ckpt_storage.dcp.writer import CheckpointStorageWriter
-from ckpt_storage.store import Location, probe
+from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action
@@ -75,7 +75,8 @@ def number_of(state: State) -> int:
 def save(
     number: int, url: str | Path, *, overwrite: bool, retry: RetryPolicy = QUICK, **options: Any
 ) -> None:
-    """Save with our writer in this process alone."""
+    """Save with our writer in this process alone, which knows nothing of the storage."""
+    abilities.forget_all()
     writer = CheckpointStorageWriter(url, overwrite=overwrite, retry=retry, **options)
     dcp.save(state_of(number), storage_writer=writer, no_dist=True)
 
@@ -195,20 +196,11 @@ def check_sound(folder: Path, at: str) -> None:
 def folder(monkeypatch: pytest.MonkeyPatch, memory_path: Path) -> Path:
     """A folder in memory where there is one: syncing is counted here, not measured.
 
-    Every save finds out anew what its storage can do, and a thousand intended failures stay out
-    of the report of one that is not.
+    A thousand intended failures stay out of the report of one that is not.
     """
-    monkeypatch.setattr(probe, "_RESULTS", _Forgetful())
     for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     return memory_path
-
-
-class _Forgetful(dict[Any, Any]):
-    """A dict that keeps nothing."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        del key, value
 
 
 class Disks:
@@ -412,7 +404,9 @@ def test_a_save_to_s3_survives_every_fault_at_every_request(
             if name == "lost_answer":
                 assert outcome is None, f"{at}: {outcome!r}"
             if name not in S3_CRASHES:
-                assert server.open_upload_count == uploads_before, at
+                # Nobody knows the name of an upload whose start got no answer.
+                is_unknown = (name, request.op) == ("lost_answer", "create_upload")
+                assert server.open_upload_count == uploads_before + is_unknown, at
             uploads_before = server.open_upload_count
             if not judged.is_new(server.dump(buckets.bucket), outcome):
                 continue

@@ -25,7 +25,7 @@ from prune_cases import name_of
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, verify
-from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.names import StepNames
@@ -33,7 +33,7 @@ from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.root import Root
 from ckpt_storage.options import MIB
-from ckpt_storage.store import Location, open_store, probe
+from ckpt_storage.store import Location, abilities, open_store
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
@@ -117,7 +117,7 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
     assert same(whole, values_of(source))
     assert not same(old, whole)
     for at, rule in each_fault(faulty.script.calls, ACTIONS, retryable=False):
-        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process: the same calls, and probes
+        abilities.forget_all()  # as in a new process: the same calls, and probes
         if before.exists():
             shutil.copytree(before, root)
         faulty.play(rule)
@@ -321,7 +321,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
 
 def one_turn(run: Path) -> None:
     """Do what a manager does after a save, as a new process: copy, prune there, prune here."""
-    probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+    abilities.forget_all()  # as in a new process
     fast, slow = (
         Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
     )

@@ -16,7 +16,7 @@ from ckpt_storage.export.folder import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.policies import KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.manager.prune import Pruner
-from ckpt_storage.store import probe
+from ckpt_storage.store import abilities
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
@@ -104,7 +104,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
     ends: Counter[str] = Counter()
     told = {"kind": "timeout", "retryable": False}
     for at, rule in each_fault(dry.script.calls, {action: ACTIONS[action]}, **told):
-        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+        abilities.forget_all()  # as in a new process
         store = DictStore(origin.disk.copy(), capabilities, rules=[rule])
         try:
             report = cases.prune(store, KEEP)
@@ -115,7 +115,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
             ends["raised"] += 1
         assert rest(store, KEPT | {7}) == before, at
         assert _steps_in(store) >= KEPT, at
-        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+        abilities.forget_all()  # as in a new process
         later = DictStore(store.disk, capabilities)
         assert cases.prune(later, KEEP).failed == {}, at
         check_pruned(later, before)

@@ -142,11 +142,13 @@ def layout(value: Any, shape: tuple[int, ...], world_size: int) -> list[Any]:
     return list(zip(found, ranks, strict=True))
 
 
+def slot_path(root: Path, number: int) -> Path:
+    return root / f"commits/{number:08d}.json"
+
+
 def slot(root: Path, number: int) -> dict[str, Any]:
-    """Return the record of a slot, {} if there is none."""
-    path = root / f"commits/{number:08d}.json"
-    if not path.is_file():
-        return {}
+    """Return the record of a slot."""
+    path = slot_path(root, number)
     need(path.stat().st_size <= 4 << 20, "a record too long")
     body = unseal(path.read_bytes(), "commit")
     need(body["slot"] == number and body["type"] in {"commit", "fence", "deleted"}, "record")
@@ -156,13 +158,13 @@ def slot(root: Path, number: int) -> dict[str, Any]:
 def last_slot(root: Path) -> int:
     """Return the number of the highest slot: gallop, then halve."""
     listed = sorted(root.glob("commits/*.json"))
-    first = 1 if slot(root, 1) or not listed else int(listed[0].stem)
+    first = 1 if slot_path(root, 1).is_file() or not listed else int(listed[0].stem)
     low, high = first - 1, first
-    while slot(root, high):
+    while slot_path(root, high).is_file():
         low, high = high, 2 * high - first + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if slot(root, middle) else (low, middle)
+        low, high = (middle, high) if slot_path(root, middle).is_file() else (low, middle)
     return low
 
 
@@ -172,44 +174,51 @@ def checked(root: Path, path: str, size: int, crc: int) -> bytes:
     return data
 
 
-def head(root: Path) -> tuple[dict[str, Any], bool]:
-    """Return the record of the newest commit, and whether slots were lost."""
+def head(root: Path) -> dict[str, Any]:
+    """Return the record of the newest commit."""
     last = last_slot(root)
     stock = root / ".metadata"
     data = stock.read_bytes() if stock.is_file() else b""
     footer = {"slot": 0}
     if data[-8:] == b"CKPTSTO1" and data[-16:-8].isdigit():
         footer = json.loads(data[-16 - int(data[-16:-8]) : -16])
-    lost = footer["slot"] > last
-    if last == 0:
-        need(not lost, "slots were lost")
-        raise NoCheckpointError("unfinished" if (root / "saves").is_dir() else "none")
-    record = slot(root, last)
-    head = record["head"]
+    need(footer["slot"] <= last, "slots were lost")
+    record: dict[str, Any] = {"head": None, "type": "fence"}
+    if last:
+        record = slot(root, last)
+    at, head = last, record["head"]
     if head is None:
-        raise NoCheckpointError("deleted" if record["type"] == "deleted" else "unfinished")
+        while record["type"] == "fence" and at > 1 and slot_path(root, at - 1).is_file():
+            at -= 1
+            record = slot(root, at)
+        attempts = [path for path in root.glob("saves/*") if SAVE_ID.fullmatch(path.name)]
+        why = "unfinished" if attempts else "none"
+        raise NoCheckpointError("deleted" if record["type"] == "deleted" else why)
     found = record if head["slot"] == last else slot(root, head["slot"])
     need(found.get("type") == "commit" and found["save_id"] == head["save_id"], "head")
     need(SAVE_ID.fullmatch(found["save_id"]), "save id")
-    return found, lost
+    return found
 
 
 def whole(root: Path) -> SimpleNamespace:
     """Return dtype and raw elements of tensors, bytes of blobs, and more; every byte is checked."""
-    record, lost = head(root)
+    record = head(root)
     save_id, named = record["save_id"], record["manifest"]
     path = f"saves/{save_id}/manifest.json"
     data = checked(root, path, named["bytes"], int(named["crc32c"], 16))
     manifest = unseal(data, "manifest")
     world_size = manifest["world_size"]
     need((named["path"], manifest["save_id"]) == (path, save_id) and world_size <= 1 << 20, "other")
+    need({"stock", "planner_data"} <= manifest.keys() and "stock" in record, "a key is missing")
+    dtypes = manifest["dtypes"]
+    need(len(set(dtypes)) == len(dtypes) and set(dtypes) <= ITEM_BYTES.keys(), "dtypes")
     table, listed, documents = (manifest[key] for key in ("tensors", "files", "ranks"))
     fqns = names(table["fqns"])
     keys = [column(table[key], len(fqns)) for key in ("dtype", "shape", "layout")]
     held: dict[Any, Any] = {}
     tensors: dict[str, tuple[str, Any]] = {}
     for fqn, dtype, form, cut in zip(fqns, *keys, strict=True):
-        kind, shape = manifest["dtypes"][dtype], tuple(manifest["shapes"][form])
+        kind, shape = dtypes[dtype], tuple(manifest["shapes"][form])
         tensors[fqn] = kind, np.zeros((*shape, ITEM_BYTES[kind]), dtype=np.uint8)
         for box, rank in layout(manifest["layouts"][cut], shape, world_size):
             held[fqn, box[0]] = (rank, box)
@@ -222,7 +231,9 @@ def whole(root: Path) -> SimpleNamespace:
     sums = zip(column(documents["bytes"]), crcs(documents["crc32c"], world_size), strict=True)
     for rank, (size, crc) in enumerate(sums):
         data = checked(root, f"saves/{save_id}/ranks/rank-{rank:05d}.json", size, crc)
-        files += rank_files(root, unseal(data, "rank"), save_id, rank, found)
+        body = unseal(data, "rank")
+        need(body["world_size"] == world_size, "another world size")
+        files += rank_files(root, body, save_id, rank, found)
     ranks = column(listed["rank"])
     rows = zip(ranks, column(listed["bytes"]), crcs(listed["crc32c"], len(ranks)), strict=True)
     need(list(rows) == files, "manifest and rank manifests list other files")
@@ -236,7 +247,7 @@ def whole(root: Path) -> SimpleNamespace:
         need(dtype == tensors[fqn][0] and at == box, f"{fqn} is another chunk")
         target = tensors[fqn][1][window(*box)]
         target[...] = np.frombuffer(payload, dtype=np.uint8).reshape(target.shape)
-    more = {"slot": record["slot"], "lost_slots": lost, "ties": manifest.get("ties", {})}
+    more = {"slot": record["slot"], "ties": manifest.get("ties") or {}}
     return SimpleNamespace(save_id=save_id, tensors=tensors, blobs=values, **more)
 
 
@@ -244,6 +255,8 @@ def rank_files(root: Path, body: Any, save_id: str, rank: int, found: Any) -> li
     """Check the files of a rank, and note the payloads of its items."""
     need((body["save_id"], body["rank"]) == (save_id, rank), "another rank's manifest")
     fqns, table = names(body["fqns"]), boxes(body["boxes"])
+    ties = body.get("ties") or {}
+    need({*ties, *ties.values()} <= {*fqns}, "ties of other names")
     files = []
     for index, file in enumerate(body["files"]):
         crc, block = int(file["crc32c"], 16), file["block_bytes"]

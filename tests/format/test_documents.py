@@ -232,12 +232,12 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert fields.allowance.left_bytes == documents.MOST_INFLATED_BYTES - 80
+    assert fields.budget.left_bytes == documents.MAX_INFLATED_BYTES - 80
 
 
 def test_all_columns_of_a_document_share_one_limit() -> None:
     """What one takes, the next cannot."""
-    fields = documents.Fields({"key": PACKED}, "here", documents.Allowance(1000))
+    fields = documents.Fields({"key": PACKED}, "here", documents.InflateBudget(1000))
     fields.column("key")
     with pytest.raises(FormatError, match="declares more than"):
         fields.column("key")

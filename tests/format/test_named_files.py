@@ -145,6 +145,7 @@ def test_a_save_id_that_is_none_is_refused(place: str, save_id: str) -> None:
         "save_id": _ID,
         "previous": {"slot": 1, "save_id": _ID},
         "manifest": FileRef.of(f"saves/{_ID}/manifest.json", b"1").as_json(),
+        "stock": None,
     }
     assert SlotRecord.decode(seal(record), slot=2).save_id == _ID
     if place == "save_id":

@@ -366,7 +366,7 @@ class TestOddFiles:
 
     def test_files_beyond_the_limit_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Length alone decides, before anything is read."""
-        monkeypatch.setattr("ckpt_storage.format.stock_metadata.MOST_STOCK_BYTES", 100)
+        monkeypatch.setattr("ckpt_storage.format.stock_metadata.MAX_STOCK_BYTES", 100)
         with pytest.raises(FormatError, match="100 is the limit"):
             decode_stock_metadata(b"x" * 101)
 

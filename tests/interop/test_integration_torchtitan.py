@@ -53,10 +53,20 @@ def manager(fill):
 
 for word in sys.argv[4:]:
     kind, _, number = word.partition("=")
-    made, model, train_state = manager(float(number or -1))
+    made, model, train_state = manager(-1.0 if kind == "folder" else float(number or -1))
     if kind == "load":
         found = made.load(int(number or -1))
         print("loaded", found, model.weight[0, 0].item(), train_state.value)
+    elif kind == "folder":
+        made.folder, made.keep_latest_k = number, 2
+        made.last_save_model_only = False
+        for step in (1, 2, 3):
+            made.save(step, last_step=True)
+    elif kind == "fail":
+        try:
+            made.load()
+        except Exception as error:
+            print(error, *error.__notes__)
     elif kind == "again":
         made.load(int(number))
         made.last_save_model_only = False
@@ -114,6 +124,32 @@ def run(url: Path, steps: int, mode: str) -> str:
     )
     assert code == 0, output
     return output
+
+
+def test_a_folder_that_is_set_later_is_saved_to(tmp_path: Path) -> None:
+    """Engines such as verl's set `folder` and `keep_latest_k` once the manager is made."""
+    url = tmp_path / "first"
+    do(url, f"folder={tmp_path / 'second'}", "seed=0")
+    names = [info.name for info in ckpt_storage.list_checkpoints(tmp_path / "second")]
+    assert names == ["step-2", "step-3"]
+    assert ckpt_storage.list_checkpoints(url)[0].name == "step-0"
+
+
+def test_a_fresh_start_beside_exports_is_said(tmp_path: Path) -> None:
+    """A root whose only step holds Hugging Face files begins anew, with a warning that names it."""
+    url = tmp_path / "run"
+    (url / "step-4").mkdir(parents=True)
+    (url / "step-4/model.safetensors").write_bytes(b"")
+    output = do(url, "load")
+    assert "holds step-4, none of which can be resumed from" in output
+    assert "loaded False" in output
+
+
+def test_a_step_with_the_model_alone_names_the_setting(tmp_path: Path) -> None:
+    """A longer run that would resume from it fails, and the error says what to set."""
+    url = tmp_path / "run"
+    output = do(url, "seed=4", "fail")
+    assert "last_save_model_only=False" in output
 
 
 @pytest.mark.timeout(400)

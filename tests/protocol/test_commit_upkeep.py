@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from local_stores import local_store
 
 from ckpt_storage import errors
-from ckpt_storage.commit import cleaning, publishing
-from ckpt_storage.commit.cleaning import remove_tombstone
+from ckpt_storage.commit import attempt_files, cleaning, deletion, publishing
+from ckpt_storage.commit.deletion import remove_tombstone
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
@@ -42,7 +42,7 @@ def test_a_rebased_commit_is_published_under_the_slot_it_got(store: tools.DictSt
 def test_rolling_forward_repairs_what_is_not_ours(store: tools.DictStore, harm: str) -> None:
     """A `.metadata` that is gone, cut or not of this save is put back, marker or not.
 
-    However large one is that needs nothing, its length and its last bytes are all that is asked.
+    However large one is that needs nothing, its last bytes are all that is asked, in one request.
     """
     older = tools.saved(store)
     older_bytes = store.disk.files[".metadata"]
@@ -61,7 +61,7 @@ def test_rolling_forward_repairs_what_is_not_ours(store: tools.DictStore, harm: 
     assert older != save_id
     again = store.failing()
     assert publishing.roll_forward(again, save_id)
-    assert again.asked() == [("stat", ".metadata"), ("read", ".metadata")]
+    assert again.asked() == [("tail", ".metadata")]
 
 
 @tools.BOTH
@@ -130,7 +130,7 @@ def test_superseded_commits_are_freed(store: tools.DictStore, keep_previous: int
 def test_shards_go_first_and_the_manifest_last(store: tools.DictStore) -> None:
     """So that an attempt that is half deleted can still be recognised."""
     attempt = tools.attempted(store)
-    cleaning.delete_attempt(store, attempt.save_id)
+    attempt_files.delete_attempt(store, attempt.save_id)
     gone = [path for operation, path in store.asked() if operation == "delete"]
     named = [path for path in gone if path in tools.files_of(attempt.save_id)]
     assert named[0].endswith(".distcp")
@@ -215,7 +215,7 @@ def test_open_uploads_of_a_dead_attempt_are_aborted(server: S3Server) -> None:
         uploads.append(upload)
     assert server.open_upload_count == 2
     tools.fenced(store, dead.save_id)
-    cleaning.delete_attempt(store, dead.save_id)
+    attempt_files.delete_attempt(store, dead.save_id)
     assert server.open_upload_count == 1
     assert tools.cleaned(store) == [alive.save_id]
     assert server.open_upload_count == 0
@@ -230,14 +230,14 @@ def test_only_the_save_that_is_meant_is_deleted(
     """An empty id would mean what is being saved. And another save may commit after the look."""
     live = tools.attempted(store)
     with pytest.raises(errors.InvalidInputError, match="save id"):
-        cleaning.delete(store, expected_save_id="")
-    assert cleaning.delete(store, expected_save_id="none") is False
+        deletion.delete(store, expected_save_id="")
+    assert deletion.delete(store, expected_save_id="none") is False
     assert tools.is_whole(store.disk.files, live.save_id)
-    old, look = tools.saved(store), cleaning.log_to_extend
+    old, look = tools.saved(store), deletion.log_to_extend
     monkeypatch.setattr(
-        cleaning, "log_to_extend", lambda again: (tools.saved(store), look(again))[1]
+        deletion, "log_to_extend", lambda again: (tools.saved(store), look(again))[1]
     )
-    assert cleaning.delete(store, expected_save_id=old) is False
+    assert deletion.delete(store, expected_save_id=old) is False
     assert tools.seen(store.disk.files).head not in {None, old}
 
 

@@ -26,7 +26,7 @@ from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import Candidate, KeepAny
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.root import Root
-from ckpt_storage.store import Location, open_store, probe
+from ckpt_storage.store import Location, abilities, open_store
 from ckpt_storage.store.backend import Backend, ObjectInfo
 from ckpt_storage.testing.faults import Rule
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_core")
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each prune find out anew what its storage can do."""
-    monkeypatch.setattr(probe, "_RESULTS", {})
+    monkeypatch.setattr(abilities, "_RECORDS", {})
 
 
 def at_times(store: tools.DictStore, *steps: int) -> tools.DictStore:
@@ -176,7 +176,7 @@ def test_a_prune_without_time_for_old_slots_leaves_them_to_the_next(
     store.disk.clock_s += 7.1 * tools.DAY_S
     with monkeypatch.context() as patch:
         late = mock.Mock(side_effect=PhaseTimeoutError("late", phase="commit", timeout_s=1.0))
-        patch.setattr("ckpt_storage.commit.cleaning.remove_tombstone", late)
+        patch.setattr("ckpt_storage.commit.deletion.remove_tombstone", late)
         with pytest.raises(PhaseTimeoutError, match="late"):
             again.prune(FAR)
     again.prune(FAR)

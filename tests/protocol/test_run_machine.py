@@ -29,7 +29,7 @@ from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import KeepLatest
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.root import Root
-from ckpt_storage.store import Location, probe
+from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
@@ -60,7 +60,7 @@ class Run(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def begin_process(self) -> None:
-        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+        abilities.forget_all()  # as in a new process
         self.manager = CheckpointManager(self.folder / "fast", timeout=60, mode="thread")
         self.fast_root, self.slow_root = (
             Root(Location.of(self.folder / name), StepNames()) for name in ("fast", "slow")

@@ -253,11 +253,11 @@ def test_every_damage_is_passed_over_alike_on_all_ranks(
             hurt(root / newest.name / file.relative_to(newest), way)
         gathered()
         with (
-            patch.object(logging.getLogger("ckpt_storage"), "warning") as warning,
+            patch.object(logging.getLogger("ckpt_storage"), "log") as logged,
             CheckpointManager(root, timeout=60) as manager,
         ):
             found, latest = restore(manager, check=check), manager.latest()
-        said = any("Resumed from" in call.args[0] for call in warning.call_args_list)
+        said = any("Resumed from" in call.args[1] for call in logged.call_args_list)
         skipped = [(one.name, one.save_id) for one in found.skipped]
         seen = found.step, latest and latest.step, skipped
         assert gathered(seen) == [seen] * 2, what

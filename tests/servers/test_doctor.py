@@ -35,6 +35,8 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
     assert {name for name, outcome in outcomes(found).items() if outcome != "yes"} == {
         "conditional replace"
     }
+    (row,) = [probe for probe in found.probes if probe.name == "conditional replace"]
+    assert (row.outcome, row.detail[:15]) == ("skipped", "not needed here")
     assert found.leftovers == ()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
 

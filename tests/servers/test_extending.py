@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT
+from integration_tools import EXAMPLES, ROOT, finish
 from servers import AZURE_KEY, Running
 from suites import SuiteAt
 from warm import run_script
@@ -36,6 +36,31 @@ class TestSqlite(SuiteAt):
     @pytest.fixture
     def database(self, tmp_path: Path) -> Running:
         return Running(url=f"sqlite://{tmp_path}/runs.db/step-1")
+
+
+def test_the_tests_on_the_page_run_as_they_stand(tmp_path: Path) -> None:
+    """A file with the page's block alone, beside the example, passes the suite."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python no-run: a file of tests\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "test_page.py").write_text(block, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
+    environment = {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+    code, output = finish(command, tmp_path, environment, deadline_s=170)
+    assert code == 0, output
+    assert re.search(r"^\d\d passed", output, re.MULTILINE), output
+
+
+def test_a_worker_says_where_a_backend_must_be_registered() -> None:
+    """What a script registers for itself, below `__main__`, no worker process knows."""
+    ckpt_storage.register_backend("homemade", SqliteBackend, replace=True)
+    with (
+        ckpt_storage.AsyncSaver(mode="process", timeout=120) as saver,
+        pytest.raises(ckpt_storage.CheckpointError, match="worker process") as caught,
+    ):
+        saver.save({"step": 1}, "homemade:///tmp/runs.db/step-1").result(120)
+    assert "ckpt_storage.backends" in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_checkpoints_go_to_a_registered_backend(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import threading
@@ -13,10 +14,11 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from crc32c import crc32c
 from remote_tools import ONCE, POLICY, send
 from servers import served
 
-from ckpt_storage.errors import StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
@@ -58,6 +60,7 @@ class Bucket:
     faults: list[tuple[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1_790_000_000_000))
+    requester_pays: bool = False
 
     def fault_of(self, what: str) -> str:
         """Return the fault for a request and forget it, or ""."""
@@ -66,7 +69,14 @@ class Bucket:
             self.faults.remove(found)
         return found[1]
 
-    def put(self, name: str, data: bytes, metadata: object, condition: str | None = None) -> Answer:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        metadata: object,
+        condition: str | None = None,
+        checksum: str | None = None,
+    ) -> Answer:
         """Put an object if its generation is `condition` ("0": none is there)."""
         if condition not in {None, self.objects[name][1]["generation"] if self.has(name) else "0"}:
             return refusal(412, "conditionNotMet")
@@ -75,9 +85,14 @@ class Bucket:
             "name": name,
             "size": str(len(data)),
             "metadata": metadata,
+            "crc32c": base64.b64encode(crc32c(data).to_bytes(4, "big")).decode(),
             "generation": str(next(self.numbers)),
             "updated": datetime.now(UTC).isoformat(),
         }
+        # Google, "Data validation and change detection" (Server-side validation): a request whose
+        # checksum does not match fails with 400.
+        if checksum not in {None, described["crc32c"]}:
+            return refusal(400, "invalid")
         self.objects[name] = data, described
         return 200, described, {}
 
@@ -127,8 +142,12 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        # Google, "Requester Pays" (Requirements): a request without a project to bill fails.
         with self.bucket.lock:
-            fault, told = self.bucket_answer(query, unquote(parts.path), body)
+            if self.bucket.requester_pays and "userProject" not in query:
+                fault, told = "", refusal(400, "required")
+            else:
+                fault, told = self.bucket_answer(query, unquote(parts.path), body)
         if fault == "lost":
             self.close_connection = True
             return
@@ -155,13 +174,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             name = path.rpartition("/o/")[2]
             told: Answer = refusal(404, "notFound")
-            if bucket.has(name):
+            if path.endswith("/o"):
+                told = 200, {"kind": "storage#objects"}, {}
+            elif bucket.has(name):
                 told = 200, bucket.objects[name][1], {}
             return bucket.fault_of("look"), told
         if self.command == "PUT":
             span = self.headers["Content-Range"].removeprefix("bytes ")
             fault = bucket.fault_of(f"put {span}")
             body = body[:MULTIPLE] if fault == "half" else body
+            body = flipped(body) if fault == "flip" else body
             return fault, refusal(503, "") if fault == "503" else bucket.take(key, span, body)
         condition = query.get("ifGenerationMatch")
         if query["uploadType"] == "resumable":
@@ -172,8 +194,15 @@ class Handler(BaseHTTPRequestHandler):
         _, head, content, _ = body.split(f"--{boundary}".encode())
         document = json.loads(head.partition(b"\r\n\r\n")[2])
         data = content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-        put = bucket.put(document["name"], data, document["metadata"], condition)
-        return bucket.fault_of("insert"), put
+        fault = bucket.fault_of("insert")
+        data = flipped(data) if fault == "flip" else data
+        how = document["metadata"], condition, document.get("crc32c")
+        return fault, bucket.put(document["name"], data, *how)
+
+
+def flipped(data: bytes) -> bytes:
+    """Return data whose last byte changed on its way."""
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 PARTS = [b"a" * (2 * MULTIPLE), b"b" * (2 * MULTIPLE), b"c" * (MULTIPLE + 17)]
@@ -267,3 +296,46 @@ def test_a_version_is_deleted_only_while_it_is_there(running: Served) -> None:
     assert [data for data, _ in state.objects.values()] == [b"another's"]
     store.delete_version("x", store.stat("x").version or "")
     assert state.objects == {}
+
+
+def test_a_put_whose_bytes_change_on_their_way_is_refused(running: Served) -> None:
+    """Its checksum goes with it; nothing is stored."""
+    state, options = running
+    state.faults = [("insert", "flip")]
+    assert kind_of(opened(options).put, "x", b"data") == "refused"
+    assert state.objects == {}
+
+
+def test_an_upload_whose_bytes_change_on_their_way_is_no_success(running: Served) -> None:
+    """The checksum of the object tells; what came is taken back."""
+    state, options = running
+    state.faults = [(FIRST, "flip")]
+    upload = opened(options, POLICY).upload("x")
+    size_bytes = send(upload, PARTS)
+    with pytest.raises(IntegrityError, match="other bytes"):
+        upload.complete(size_bytes)
+    upload.abort()
+    assert state.objects == {}
+
+
+def test_the_requester_pays_with_a_project(running: Served) -> None:
+    """The project goes with each request; without one that is known, no request is made."""
+    state, options = running
+    state.requester_pays = True
+    payer: dict[str, Any] = {**options, "requester_pays": True}
+    assert kind_of(opened(options).put, "x", b"data") == "refused"
+    with pytest.raises(InvalidInputError, match="requester_pays"):
+        opened({**payer, "project": ""}).put("x", b"data")
+    for known in ({**payer, "project": "mine"}, {**payer, "requester_pays": "mine"}):
+        store = opened(known, POLICY)
+        upload = store.upload("x")
+        upload.complete(send(upload, PARTS))
+        assert state.objects["run/x"][0] == WHOLE
+
+
+def test_a_requester_that_pays_needs_a_project(running: Served) -> None:
+    """Without a project the request would say "None"."""
+    _, options = running
+    more: dict[str, Any] = {**options, "requester_pays": True}
+    with pytest.raises(InvalidInputError, match="project"):
+        open_store("gs://bkt/run", storage_options=more, retry=ONCE).stat("a")

@@ -252,13 +252,17 @@ class UnknownFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no
 def test_an_unknown_file_system_is_for_a_single_writer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is tried out; a warning tells, and the checkpoint is whole all the same."""
+    """One warning in a process tells, and the checkpoint is whole all the same."""
     # To older fsspec the URL is a relative path.
     monkeypatch.chdir(tmp_path)
     fsspec.register_implementation("unknownfs", UnknownFileSystem, clobber=True)
     with caplog.at_level(logging.WARNING):
         ckpt_storage.save({"step": 1}, f"unknownfs://{tmp_path}/run")
     assert "is single-writer: This storage has no exclusive creation" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        ckpt_storage.save({"step": 1}, f"unknownfs://{tmp_path}/run", overwrite=True)
+    assert "single-writer" not in caplog.text
     state = {"step": 0}
     ckpt_storage.load(state, f"unknownfs://{tmp_path}/run")
     assert state == {"step": 1}

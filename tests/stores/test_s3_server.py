@@ -165,7 +165,7 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
         assert second.endpoint_url == server.endpoint_url
 
 
-OBEY_NO_RULE = {"capabilities", "close", "copy_source", "endpoint", "explain"}
+OBEY_NO_RULE = {"capabilities", "close", "copy_source", "durability_problem", "endpoint", "explain"}
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Buffers, ObjectInfo, Range
 from ckpt_storage.store.backends import memory
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import why_no_exclusive_create
+from ckpt_storage.store.probe import create_new, find_abilities
+from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count
 from ckpt_storage.store.upload import Upload
@@ -214,6 +215,30 @@ def test_a_refused_connection_proves_that_nothing_was_done(bench: Bench, linked:
     assert bench.calls == [*asked, "put_absent"]
 
 
+def test_a_put_that_was_not_sent_is_not_begun(bench: Bench) -> None:
+    """Once the deadline has passed nothing is sent: the outcome is known, it was not created."""
+    late = bench.store().bounded(Deadline("commit", 0.0, bench.clock))
+    assert error_of(lambda: late.create("commits/1", b"one")).kind == "not-begun"
+    assert bench.calls == []
+
+
+def test_a_put_that_is_refused_as_such_is_sent_once(bench: Bench) -> None:
+    """A status of 400 without a code that says more: nothing was created, and nothing is tried."""
+
+    class Refusing(Remote):
+        """Takes no request."""
+
+        def put(self, path: str, data: Buffers, **how: Any) -> None:
+            del path, data, how
+            raise HttpFailure(status=400, code="InvalidRequest", message="Content-MD5 is required")
+
+    store = bench.store(backend=Refusing(bench.location))
+    for call in (partial(store.create, "commits/1", b"one"), partial(store.put, "x", b"one")):
+        before = bench.calls.count("put") + bench.calls.count("put_absent")
+        assert error_of(call).kind == "refused"
+        assert bench.calls.count("put") + bench.calls.count("put_absent") == before + 1
+
+
 @pytest.mark.parametrize(
     ("hit_count", "retryable", "refresh_count"), [(1, True, 1), (2, True, 1), (1, False, 0)]
 )
@@ -302,43 +327,6 @@ def test_what_the_reader_raises_comes_back_as_it_is(bench: Bench) -> None:
     assert bench.calls == ["read"]
 
 
-def test_calls_of_one_thread_have_each_their_time(bench: Bench) -> None:
-    """What is done between them takes none of it; one that hangs is given up by its own name."""
-    store = bench.store(request_timeout_s=SHORT_S)
-
-    def calls(store: Store) -> bytes:
-        for _ in range(2):
-            time.sleep(1.5 * SHORT_S)
-            data = store.get("x").data
-        return data
-
-    assert store.in_one_thread("opening", partial(calls, store)) == b"data"
-    how: dict[str, Any] = {"request_timeout_s": SHORT_S, "policy": RetryPolicy(attempt_count=1)}
-    hanging = bench.store(fault("get", action="hang"), **how)
-    with pytest.raises(AbandonedError, match="read of test://root/x did not end"):
-        hanging.in_one_thread("opening", partial(calls, hanging))
-    bench.faults.script.release()
-    until(lambda: abandoned_thread_count() == 0)
-
-
-def test_calls_that_were_left_behind_fail_no_later_ones(bench: Bench) -> None:
-    """They hear that nobody waits when they come further; what was begun after them counts."""
-    store, attempts = bench.store(request_timeout_s=SHORT_S), list[threading.Thread]()
-    released = threading.Event()
-
-    def calls() -> bytes:
-        attempts.append(threading.current_thread())
-        if len(attempts) == 1:
-            store.run("read", "x", lambda _: released.wait(WAIT_S))
-        else:
-            released.set()
-            attempts[0].join(WAIT_S)
-        return store.get("x").data
-
-    assert store.in_one_thread("opening", calls) == b"data"
-    assert len(attempts) == 2
-
-
 def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
     """Each page of a listing has the time of a request; the phase's deadline bounds them all."""
 
@@ -371,7 +359,7 @@ def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
         lambda: upload.write_part(0, 0, [memoryview(b"ab")], last=True),
         upload.receipts,
     ):
-        assert "part 0 did not end in time" in str(error_of(call))
+        assert "the part at byte 0 did not end in time" in str(error_of(call))
     upload.abort()
     buffer[:] = b"??"
     bench.faults.script.release()
@@ -438,7 +426,7 @@ def test_the_probe_tells_who_keeps_the_promise(
     for rules in ([], *([rule] for rule in LOST)):
         store = bench.store(*rules, backend=kind(bench.location))
         store.scope = object
-        assert (why_no_exclusive_create(store) == "") is exclusive
+        assert (find_abilities(store).create_problem == "") is exclusive
         assert [entry.path for entry in store.list("")] == ["x"]
 
 
@@ -447,7 +435,48 @@ def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
     for skip_count in (0, 1):
         store = bench.store(fault("put_absent", hit_count=None, skip_count=skip_count))
         store.scope = lambda: bench
-        probe = partial(why_no_exclusive_create, store)
+        probe = partial(find_abilities, store)
         assert error_of(probe).kind in {"connection", "unknown"}
     bench.plain.scope = lambda: bench
-    assert why_no_exclusive_create(bench.plain) == ""
+    assert find_abilities(bench.plain).create_problem == ""
+
+
+def test_an_answer_that_contradicts_the_record_drops_it(bench: Bench) -> None:
+    """A storage that refuses a condition it was seen to honour is tried out anew."""
+
+    class Changing(Remote):
+        """Takes no condition any more, once its policy has changed."""
+
+        has_conditions = True
+
+        def put(self, path: str, data: Buffers, **how: Any) -> None:
+            if how.get("if_absent") and not self.has_conditions:
+                raise HttpFailure(status=501, code="NotImplemented")
+            super().put(path, data, **how)
+
+    backend = Changing(bench.location)
+    store = bench.store(backend=backend)
+    store.scope = lambda: backend
+    create_new(store, "commits/1", b"one")
+    backend.has_conditions = False
+    assert error_of(lambda: create_new(store, "commits/2", b"two")).kind == "unsupported"
+    create_new(store, "commits/2", b"two")
+    assert find_abilities(store).create_problem
+
+
+def test_what_is_not_read_back_is_no_place_to_save(bench: Bench) -> None:
+    """A range with other bytes, twice, is an error before anything else is written."""
+
+    class Distorting(Remote):
+        """Answers ranges with zeros."""
+
+        def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+            for _, view in ranges:
+                view[:] = bytes(len(view))
+            return self.stat(path).size_bytes
+
+    store = bench.store(backend=Distorting(bench.location))
+    store.scope = object
+    error = error_of(lambda: create_new(store, "commits/1", b"one"))
+    assert "other bytes were read back" in str(error)
+    assert [entry.path for entry in store.list("")] == ["x"]

@@ -187,7 +187,7 @@ def test_workers_that_cannot_all_be_started_end(monkeypatch: pytest.MonkeyPatch)
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start"):
+    with pytest.raises(StorageError, match="could not start the thread"):
         Workers(5, name="few", deadline=Deadline("write", 60.0))
     for thread in began:
         thread.join(20)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import commit_tools as tools
 
 from ckpt_storage.commit import cleaning, publishing, slotlog
-from ckpt_storage.commit.cleaning import remove_tombstone
+from ckpt_storage.commit.deletion import remove_tombstone
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.store.backend import Capabilities
 

@@ -6,7 +6,6 @@ The oracle reads slots and `.metadata` with `json` and `pickle` alone; it never 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +17,13 @@ import crc32c
 import pytest
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import probe
+from ckpt_storage.store import abilities
+from ckpt_storage.store.abilities import Abilities
 from ckpt_storage.store.backend import Backend, Buffers, Capabilities
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.problems import changed
@@ -130,6 +130,7 @@ class DictBackend(MemoryBackend):
     stat = _gated("stat")
     get = _gated("get")
     read = _gated("read")
+    tail = _gated("tail")
     list = _gated("list")
 
     def put(self, path: str, data: Buffers, **conditions: Any) -> None:
@@ -183,9 +184,14 @@ class DictStore(Store):
         self._faults = FaultBackend(backend(disk, capabilities, gate), rules)
         self.script = self._faults.script
         super().__init__(self._faults, url="dict://root", policy=QUICK)
-        for ask in (probe.try_exclusive_create, probe._try_conditional_delete):  # noqa: SLF001
-            # Looked at elsewhere.
-            probe._RESULTS[os.getpid(), self.url, ask.__name__] = ""  # noqa: SLF001
+        # Looked at elsewhere.
+        replace_problem = "" if capabilities.if_match else "no conditions"
+        seen = Abilities(
+            create_problem="" if capabilities.exclusive_create else "no conditions",
+            replace_problem=replace_problem,
+            delete_problem="",
+        )
+        abilities.remember(self.url, seen)
 
     def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
         """Do what is called, without a thread of its own: there are many thousands of calls."""
@@ -276,7 +282,7 @@ def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> 
     return cleaning.free_leftovers(store, min_age_s=min_age_s, keep_previous=keep_previous)
 
 
-deleted = cleaning.delete
+deleted = deletion.delete
 
 
 def body_of(data: bytes) -> dict[str, object]:

@@ -17,7 +17,7 @@ from commit_model import Actor, Chooser, Job, Preempting, Wandering, play
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import slotlog
-from ckpt_storage.commit.cleaning import delete
+from ckpt_storage.commit.deletion import delete
 from ckpt_storage.format.exports import Holder, Names
 from ckpt_storage.manager import root as root_module
 from ckpt_storage.manager.names import StepNames
@@ -26,7 +26,7 @@ from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import PruneReport
 from ckpt_storage.manager.root import Root
 from ckpt_storage.source import model as source
-from ckpt_storage.store import Location, probe
+from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.backend import Capabilities, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -66,7 +66,8 @@ class Below:
     def __getattr__(self, name: str) -> Any:
         """Return a fact of the whole, or an operation whose path or paths come first."""
         whole = getattr(self._inner, name)
-        if not callable(whole) or name in {"server_time", "policy"}:
+        unprefixed = {"durability_problem", "find_scope", "policy", "server_time"}
+        if not callable(whole) or name in unprefixed:
             return whole
 
         def call(path: str | Sequence[str], *given: Any, **more: Any) -> Any:
@@ -200,7 +201,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     tools.take_in_turn(monkeypatch, tools.IN_TURN[0])
     monkeypatch.setattr(root_module, "check_part", unreadable)
-    monkeypatch.setattr(probe, "_RESULTS", {})
+    monkeypatch.setattr(abilities, "_RECORDS", {})
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 
 
@@ -324,7 +325,7 @@ def check_race(capabilities: Capabilities, name: str, seeds: range, *, systemati
     count = steps = 0
     outcomes: Counter[str] = Counter()
     for choose in itertools.chain(in_order, at_random):
-        probe._RESULTS.clear()  # noqa: SLF001  # as in new processes
+        abilities.forget_all()  # as in a new process
         disk = origin.copy()
         by_hand = any(kind == "delete" for kind, _ in jobs)
         watch = RaceWatch(disk, kept, by_hand=by_hand)

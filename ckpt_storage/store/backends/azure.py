@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_storage.store.backend import Buffers, Part, Settings
+from ckpt_storage.store.backend import Backend, Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, span_of, waits
 
 log = logging.getLogger("ckpt_storage")
 
@@ -50,6 +50,9 @@ class AzureBackend(CloudBackend):
         timeouts = {"connection_timeout": connect_s, "read_timeout": read_s}
         self._settings: dict[str, Any] = {"retry_total": 0, **timeouts}
 
+    tail = Backend.tail
+    """Blob Storage has no ranges that count from the end."""
+
     async def _head(self, fs: ForeignFs, path: str) -> Told:
         found = await self._ask(fs, "get_blob_properties", path)
         if _is_folder(found):
@@ -64,8 +67,9 @@ class AzureBackend(CloudBackend):
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         asked = {} if start is None else {"offset": start, "length": length}
         stream = await self._ask(fs, "download_blob", path, **asked)
-        told, version = total_of(stream.properties.content_range), stream.properties.etag
-        yield Body(pieces=stream.chunks(), total_bytes=told, version=version)
+        first, told = span_of(stream.properties.content_range, stream.size)
+        version = stream.properties.etag
+        yield Body(pieces=stream.chunks(), first=first, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
@@ -73,6 +77,7 @@ class AzureBackend(CloudBackend):
         """Put Blob, in one request up to the SDK's limit of 64 MiB."""
         body = b"".join(data)
         given = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
+        given["validate_content"] = True  # an MD5 that the service checks
         await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -129,7 +134,8 @@ class AzureBackend(CloudBackend):
         # All names of one blob's blocks must be of one length.
         block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
         part = io.BytesIO(body)
-        self._run(self._ask, "stage_block", path, block_id, part, length=len(body))
+        checked = {"length": len(body), "validate_content": True}
+        self._run(self._ask, "stage_block", path, block_id, part, **checked)
         return block_id
 
     def complete_upload(

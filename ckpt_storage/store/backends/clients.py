@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import atexit
+import collections
 import contextlib
 import difflib
 import inspect
@@ -20,10 +21,12 @@ from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
+from ckpt_storage.store.problems import explain, meaning_of
 from ckpt_storage.store.redaction import scrubber
+from ckpt_storage.store.threads import start_thread
 
 from .drafts import is_draft_name
 
@@ -48,24 +51,18 @@ _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
-_ANSWERS = (
-    CheckpointError,
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    ShortReadError,
-)
-"""Errors that say nothing of the connection."""
+_OUTAGES = frozenset({"bad-response", "connection", "credentials", "throttled", "timeout"})
+"""What a client that connects as it is made raises about the server, and not about its options."""
+
+_ANSWER_KINDS = frozenset({"exists", "not-found", "permission"})
+"""Errors of a client that works: the storage answered."""
 
 
 def _start(run: Callable[[], object], name: str, delay_s: float = 0.0) -> None:
-    """Run something, perhaps later, in a thread that nobody waits for."""
+    """Run something, perhaps later, in a thread that nobody waits for. Raises `StorageError`."""
     thread = threading.Timer(delay_s, run)
     thread.name, thread.daemon = f"ckpt-storage {name}", True
-    with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
-        thread.start()
+    start_thread(thread)
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -83,7 +80,10 @@ class _DaemonThreads(ThreadPoolExecutor):
             except BaseException as error:  # noqa: BLE001  # raised where it is waited for
                 future.set_exception(error)
 
-        _start(run, "lookup")
+        try:
+            _start(run, "lookup")
+        except StorageError as error:
+            future.set_exception(error)
         return future
 
 
@@ -106,7 +106,9 @@ def _end(instances: list[ForeignFs], delay_s: float = 0.0) -> None:
                 with contextlib.suppress(Exception):
                     call()
 
-    _start(end, "closing", delay_s)
+    # Without a thread for it, or in an interpreter that ends, the system closes them.
+    with contextlib.suppress(StorageError):
+        _start(end, "closing", delay_s)
 
 
 class _Shared:
@@ -134,6 +136,7 @@ class _Process:
         # A lock that came by fork may be held by a thread that is gone.
         self.lock = threading.Lock()
         self.shared: dict[Hashable, _Shared] = {}
+        self.making = collections.defaultdict[type, threading.Lock](threading.Lock)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -141,9 +144,15 @@ class _Process:
         with self.lock:
             if self._loop is None:
                 # The list of sockets that epoll keeps would be shared with a child of fork.
-                self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
-                self._loop.set_default_executor(_DaemonThreads())
-                _start(self._loop.run_forever, "loop")
+                loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+                loop.set_default_executor(_DaemonThreads())
+                try:
+                    _start(loop.run_forever, "loop")
+                except StorageError:
+                    # The next call tries again.
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
     def _after_fork(self) -> None:
@@ -168,6 +177,9 @@ class _Process:
 
 
 _process = _Process()
+
+_SEEN_PLACES: set[Hashable] = set()
+"""Buckets that were seen to exist, by this process or the one that it was forked from."""
 
 
 class ClientBackend(Backend):
@@ -199,6 +211,43 @@ class ClientBackend(Backend):
         # With the class: another may be registered for the protocol meanwhile.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
 
+    def explain(self, error: BaseException) -> StorageError | None:
+        """Tell an absent bucket from an absent object, where the answer is the same for both.
+
+        The bucket is looked for once a process. Without the right to look, the object is absent.
+        """
+        bucket = self._bucket if self._may_lack_bucket(error) else ""
+        if not bucket or (self._key, bucket) in _SEEN_PLACES:
+            return None
+        try:
+            self._look_at_bucket()
+        except Exception as failure:  # noqa: BLE001  # clients raise any type
+            meaning = explain(failure, "look", self._location.url, scrub=self._scrub)
+            if meaning.kind in {"permission", "unsupported"}:
+                return None
+            return self._no_bucket(bucket) if meaning.kind == "not-found" else meaning
+        _SEEN_PLACES.add((self._key, bucket))
+        return None
+
+    def _no_bucket(self, bucket: str) -> StorageError:
+        where = f" at {self.endpoint}" if self.endpoint else ""
+        what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
+        step = "Check the name, or create it first: this package never creates one."
+        return StorageError(what, path=self._location.url, next_step=step)
+
+    @property
+    @abc.abstractmethod
+    def _bucket(self) -> str:
+        """The bucket or container that has to be there before anything is saved; "" for none."""
+
+    @abc.abstractmethod
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        """Return whether an error may mean that there is no such bucket."""
+
+    @abc.abstractmethod
+    def _look_at_bucket(self) -> None:
+        """Ask for something that a bucket always answers; raise what a missing one does."""
+
     @abc.abstractmethod
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
         """Yield what is below a folder, as it comes; what is a folder has a path ending in "/"."""
@@ -227,8 +276,11 @@ class ClientBackend(Backend):
                 fs.invalidate_cache()
                 yield fs
                 is_sound = True
-            except _ANSWERS:
+            except (CheckpointError, ShortReadError):
                 is_sound = True
+                raise
+            except Exception as error:
+                is_sound = meaning_of(error).kind in _ANSWER_KINDS
                 raise
             finally:
                 self._give_back(fs, is_sound=is_sound)
@@ -266,6 +318,10 @@ class ClientBackend(Backend):
             dropped, shared.free = shared.free, []
             # Others may still have calls under way on one that is shared.
             _end(dropped, self._timeout_s + _GRACE_S if self._is_async else 0.0)
+
+    def drop_caches(self, path: str) -> None:
+        """Build the file system anew at its next use: it connects again, and caches nothing yet."""
+        self.refresh()
 
     def close(self) -> None:
         """Use the file system no more, until it is asked for again; end those long unused."""
@@ -306,7 +362,21 @@ class ClientBackend(Backend):
         return shared
 
     def _build(self) -> ForeignFs:
+        """Return a new instance. Those of one class are made one at a time.
+
+        Some clients, such as smbclient, fill a pool of the whole process without a lock.
+        """
         self._check_names()
+        with _process.lock:
+            making = _process.making[self._family]
+        if not making.acquire(timeout=self._timeout_s / 2):
+            raise TimeoutError(f"another client of {self._location.protocol}:// is being made")
+        try:
+            return self._made()
+        finally:
+            making.release()
+
+    def _made(self) -> ForeignFs:
         family, target = self._family, self._location.target
         if self._is_async:
             loop = _process.loop()
@@ -321,7 +391,10 @@ class ClientBackend(Backend):
             raise
         except ImportError as error:
             failure = missing_backend(self._location.protocol, error.name or str(error))
-        except Exception as error:  # noqa: BLE001  # backends refuse options with any type
+        except Exception as error:
+            if meaning_of(error).kind in _OUTAGES:
+                raise
+            # Clients refuse options with any type.
             text = self._scrub(" ".join(str(error).split()))
             url, kind = self._location.url, type(error).__name__
             what = f"No client for {url} could be made: {kind}: {text.rstrip('.')}."

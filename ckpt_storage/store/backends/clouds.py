@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import base64
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -19,12 +21,15 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import explain
+from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
 _AT_ONCE = 16
+
+_CODES_OF_BOTH = frozenset({"", "404", "notFound"})
+"""What a service answers for an absent object and for an absent bucket: to a HEAD, and Google."""
 
 Terms: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
@@ -32,10 +37,10 @@ Terms: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """An object's bytes on their way; is_whole: not only the range that was asked for."""
+    """An object's bytes on their way; `first` is where in the object they begin."""
 
     pieces: AsyncIterator[bytes]
-    is_whole: bool = False
+    first: int = 0
     total_bytes: int | None = None
     version: str | None = None
 
@@ -61,7 +66,7 @@ class CloudBackend(ClientBackend):
     def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> contextlib.AbstractAsyncContextManager[Body]:
-        """Ask for an object, or with `start` for a range of it."""
+        """Ask for an object, or with `start` for a range of it; below 0 for its last `length`."""
 
     @abc.abstractmethod
     async def _put(
@@ -100,6 +105,22 @@ class CloudBackend(ClientBackend):
 
         return self._run(get)
 
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Ask for the last bytes, by a range that counts from the end."""
+
+        async def get(fs: ForeignFs) -> Content:
+            async with self._body(fs, path, -byte_count, byte_count) as body:
+                data = b"".join([bytes(piece) async for piece in body.pieces])
+            return Content(data=data[-byte_count:], version=body.version)
+
+        try:
+            return self._run(get)
+        except Exception as error:
+            # An object without bytes has no last ones.
+            if meaning_of(error).kind != "range":
+                raise
+            return self.get(path, max_bytes=byte_count)
+
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         total_bytes = None
         for start, view in ranges:
@@ -113,9 +134,9 @@ class CloudBackend(ClientBackend):
     ) -> tuple[int, int | None]:
         """Return how many bytes came, and how long the object is."""
         async with self._body(fs, path, start, len(view)) as body:
-            if start and body.is_whole:
-                sizes = f"{len(view)} bytes with the whole object of {body.total_bytes} bytes"
-                what = f"The server answers a read of {sizes}."
+            if start != body.first:
+                sizes = f"from byte {body.first} on, of {body.total_bytes} bytes in all"
+                what = f"The server answers a read from byte {start} on with the bytes {sizes}."
                 step = "Use a server that honours the Range header, without Content-Encoding."
                 raise UnsupportedByStoreError(what, kind="unsupported", next_step=step)
             count = 0
@@ -142,7 +163,7 @@ class CloudBackend(ClientBackend):
 
     def delete(self, paths: Sequence[str]) -> None:
         async def delete(fs: ForeignFs, path: str) -> None:
-            with self.unless_absent():
+            with unless_absent():
                 await self._delete(fs, path, {})
 
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
@@ -152,7 +173,7 @@ class CloudBackend(ClientBackend):
             failures = [error for error in ended if error is not None]
             if failures:
                 # The one that trying again does not mend, if any.
-                raise min(failures, key=lambda error: _meaning(error).retryable)
+                raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
@@ -160,11 +181,11 @@ class CloudBackend(ClientBackend):
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; whether an object is gone is looked up where the answer is both."""
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
-                if _meaning(error).kind == "precondition":
+                if meaning_of(error).kind == "precondition":
                     self.stat(path)
                 raise
 
@@ -191,6 +212,17 @@ class CloudBackend(ClientBackend):
         bucket, _, prefix = self._root.partition("/")
         return bucket, f"{prefix}/" if prefix else ""
 
+    @property
+    def _bucket(self) -> str:
+        return self._place[0]
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        answer = answer_in(error)
+        return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
+
+    def _look_at_bucket(self) -> None:
+        self._run(self._page, self._name(""), None, recursive=False)
+
     def _name(self, path: str) -> str:
         """Return the object name of a path below the root."""
         return f"{self._place[1]}{path}"
@@ -206,19 +238,10 @@ class CloudBackend(ClientBackend):
     def _listed(self, name: str, size_bytes: int = 0, at_s: float | None = None) -> ObjectInfo:
         return ObjectInfo(path=self._path(name), size_bytes=size_bytes, modified_s=at_s)
 
-    @contextlib.contextmanager
-    def unless_absent(self) -> Iterator[None]:
-        """Do nothing about an error that says that something is not there."""
-        try:
-            yield
-        except Exception as error:
-            if _meaning(error).kind != "not-found":
-                raise
 
-
-def _meaning(error: BaseException) -> StorageError:
-    """Return what an error will become."""
-    return explain(error, "request", "")
+def range_header(start: int, length: int) -> str:
+    """Return the value of a Range header: from `start` on, or below 0 the last `length` bytes."""
+    return f"bytes=-{length}" if start < 0 else f"bytes={start}-{start + length - 1}"
 
 
 def waits(request_s: float) -> tuple[float, float]:
@@ -226,7 +249,23 @@ def waits(request_s: float) -> tuple[float, float]:
     return min(10.0, request_s), min(60.0, request_s)
 
 
-def total_of(content_range: object) -> int | None:
-    """Return the length of the object that a Content-Range header tells, if it does."""
-    total = str(content_range or "").rpartition("/")[2]
-    return int(total) if total.isdigit() else None
+def crc32c_of_all(data: Buffers) -> int:
+    """Return the CRC-32C of consecutive buffers."""
+    return functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
+
+
+def encoded(crc32c: int) -> str:
+    """Return a CRC-32C as object stores spell it."""
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
+
+
+def span_of(content_range: object, length: int | None) -> tuple[int, int | None]:
+    """Return what a Content-Range header tells: the first byte, and the length of the object.
+
+    Without one the answer is the whole object, of the length that its own header tells.
+    """
+    if not content_range:
+        return 0, length
+    span, _, total = str(content_range).rpartition("/")
+    first = span.rpartition(" ")[2].partition("-")[0]
+    return int(first) if first.isdigit() else 0, int(total) if total.isdigit() else None

@@ -117,6 +117,13 @@ class Draft:
         with contextlib.suppress(OSError):
             self._close_unused()
 
+    def __del__(self) -> None:
+        """Close the descriptor of an upload that nobody ended; the file is swept later."""
+        # A finalizer has nobody to raise to.
+        with contextlib.suppress(BaseException):
+            if self._fd is not None:
+                self.leave()
+
     def discard(self) -> None:
         """Remove the temporary file; idempotent; changes nothing once it is complete."""
         self.leave()

@@ -14,13 +14,33 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, stuck
+from ckpt_storage.store.problems import (
+    ForeignAnswer,
+    HttpFailure,
+    damaged,
+    stuck,
+    unless_absent,
+)
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import (
+    CLOUD,
+    Body,
+    CloudBackend,
+    Page,
+    Terms,
+    Told,
+    crc32c_of_all,
+    encoded,
+    range_header,
+    span_of,
+    waits,
+)
 
 _WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
@@ -28,7 +48,6 @@ _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
 _NONE: Mapping[str, Any] = {}
 
-_OK = 200
 _GOES_ON = 308
 _FIRST_FAILURE = 400
 _CANCELLED = 499
@@ -43,9 +62,9 @@ class GcsBackend(CloudBackend):
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
-        # How many bytes each session holds, and whether they are the object. One that may hold
-        # more than was told is not among them, and is asked.
-        self._sessions: dict[str, tuple[int, bool]] = {}
+        # How many bytes each session holds, and once they are the object, its checksum. One that
+        # may hold more than was told is not among them, and is asked.
+        self._sessions: dict[str, tuple[int, str | None]] = {}
 
     async def _head(self, fs: ForeignFs, path: str) -> Told:
         found = await self._document(fs, "GET", self._address(path))
@@ -57,22 +76,23 @@ class GcsBackend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        headers = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        headers = {} if start is None else {"Range": range_header(start, length)}
         address = f"/download{self._address(path)}"
         async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
             version = answer.headers.get("X-Goog-Generation")
-            if version is None and start is None:
+            if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
-            is_whole, pieces = answer.status == _OK, answer.content.iter_any()
-            told = total_of(answer.headers.get("Content-Range"))
-            told = answer.content_length if is_whole else told
-            yield Body(pieces=pieces, is_whole=is_whole, total_bytes=told, version=version)
+            first, told = span_of(answer.headers.get("Content-Range"), answer.content_length)
+            pieces = answer.content.iter_any()
+            yield Body(pieces=pieces, first=first, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
-        described = json.dumps({"name": self._name(path), **_metadata(write_id)})
+        # It refuses a body that has another.
+        checksum = {"crc32c": encoded(crc32c_of_all(data))}
+        described = json.dumps({"name": self._name(path), **checksum, **_metadata(write_id)})
         head = (
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
             f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
@@ -122,7 +142,7 @@ class GcsBackend(CloudBackend):
         session = self._run(begin)
         if not session:
             raise ForeignAnswer("address for the upload")
-        self._sessions[session] = 0, False
+        self._sessions[session] = 0, None
         return session
 
     def put_part(
@@ -133,31 +153,36 @@ class GcsBackend(CloudBackend):
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
-        kept, is_over = known or self._send(token, total_bytes)
-        while kept < end or (last and not is_over):
-            if kept < offset or is_over:
+        kept, whole = known or self._send(token, total_bytes)
+        while kept < end or (last and whole is None):
+            if kept < offset or whole is not None:
                 raise stuck(path, f"holds {kept} bytes, and the part at {offset} cannot follow")
             start = kept
-            kept, is_over = self._send(token, total_bytes, start, body[start - offset :])
-            if kept <= start and not is_over:
+            kept, whole = self._send(token, total_bytes, start, body[start - offset :])
+            if kept <= start and whole is None:
                 raise stuck(path, f"makes no progress at byte {start}", retryable=True)
-        self._sessions[token] = kept, is_over
-        return ""
+        self._sessions[token] = kept, whole
+        return str(crc32c_of(body))
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Ask the session whether it is over, unless the answer to its last part told it."""
-        total_bytes = sum(part.size_bytes for part in parts)
-        kept, is_over = self._sessions.pop(token, (0, False))
-        if not is_over:
-            kept, is_over = self._send(token, total_bytes)
-        if not is_over or kept != total_bytes:
-            raise stuck(path, f"holds {kept} of {total_bytes} bytes")
+        sizes = [part.size_bytes for part in parts]
+        sent = encoded(combine_many([int(part.receipt) for part in parts], sizes))
+        kept, whole = self._sessions.pop(token, (0, None))
+        if whole is None:
+            kept, whole = self._send(token, sum(sizes))
+        if whole is None or kept != sum(sizes):
+            raise stuck(path, f"holds {kept} of {sum(sizes)} bytes")
+        # "" where an emulator computes none.
+        if whole not in {"", sent}:
+            what = f"{path} holds other bytes than were sent: its CRC-32C is {whole}, not {sent}."
+            raise damaged(path, what, 0)
 
     def abort_upload(self, path: str, token: str) -> None:
         self._sessions.pop(token, None)
-        with self.unless_absent():
+        with unless_absent():
             try:
                 self._run(self._remove, token, data=b"")
             except HttpFailure as error:
@@ -166,19 +191,33 @@ class GcsBackend(CloudBackend):
 
     def _send(
         self, session: str, total_bytes: int | None, start: int = 0, data: memoryview | bytes = b""
-    ) -> tuple[int, bool]:
-        """Send bytes to a session, or none; return how many it holds, and whether it is over."""
+    ) -> tuple[int, str | None]:
+        """Send bytes to a session, or none; return how many it holds.
+
+        And once it is over, the checksum of the object.
+        """
         span = f"{start}-{start + len(data) - 1}" if data else "*"
         headers = {"Content-Range": f"bytes {span}/{'*' if total_bytes is None else total_bytes}"}
 
-        async def send(fs: ForeignFs) -> tuple[int, bool]:
+        async def send(fs: ForeignFs) -> tuple[int, str | None]:
             async with self._ask(fs, "PUT", session, headers=headers, data=data) as answer:
                 if answer.status != _GOES_ON:
-                    return int(_checked(await answer.read())["size"]), True
+                    stored = _checked(await answer.read())
+                    return int(stored["size"]), str(stored.get("crc32c", ""))
                 end = answer.headers.get("Range", "").rpartition("-")[2]
-                return int(end) + 1 if end.isdigit() else 0, False  # "bytes=0-524287" is 524288
+                return int(end) + 1 if end.isdigit() else 0, None  # "bytes=0-524287" is 524288
 
         return self._run(send)
+
+    def _paying_project(self, project: str | None) -> str:
+        """Return the project that pays. Raises `InvalidInputError` if none is known."""
+        if project:
+            return project
+        raise InvalidInputError(
+            f"requester_pays is set for {self._location.url}, and no project that pays is known.",
+            path=self._location.url,
+            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+        )
 
     @property
     def _objects(self) -> str:
@@ -220,7 +259,9 @@ class GcsBackend(CloudBackend):
         asked = dict(query)
         if fs.requester_pays:
             pays = fs.requester_pays
-            asked["userProject"] = pays if isinstance(pays, str) else fs.project
+            asked["userProject"] = self._paying_project(
+                pays if isinstance(pays, str) else fs.project
+            )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"

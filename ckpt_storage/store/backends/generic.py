@@ -15,25 +15,33 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
+from ckpt_storage.errors import StorageError
 from ckpt_storage.format.names import path_flaw
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
     Content,
     ObjectInfo,
+    OpenUpload,
     Part,
     Range,
     Settings,
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import stuck
+from ckpt_storage.store.problems import is_absence, stuck, unless_absent
 from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
-from .drafts import draft_name, is_draft_name
+from .drafts import draft_name, is_draft_name, target_path
 
 log = logging.getLogger("ckpt_storage")
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # By default Windows and Samba let nobody else open a file that is open, not even to read.
+    "smb": {"share_access": "rwd"},
+}
+"""Options of file systems, by scheme, where the caller gave none."""
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
@@ -61,10 +69,14 @@ class _Writing:
 class FsspecBackend(ClientBackend):
     """One root on a file system that fsspec knows; a token is the path of a temporary file."""
 
-    capabilities = Capabilities(kind="generic")
+    capabilities = Capabilities(kind="generic", has_temporary_files=True)
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        super().__init__(location, settings)
+        options = {**_DEFAULTS.get(location.protocol, {}), **location.storage_options}
+        if isinstance(options.get("auth"), list):
+            # JSON and command lines have no tuples; clients of HTTP take nothing else here.
+            options["auth"] = tuple(options["auth"])
+        super().__init__(location, settings, options=options)
         name = "_cat_file" if self._is_async else "cat_file"
         # Those that do not name the arguments send the whole file.
         named = inspect.signature(getattr(self._family, name)).parameters
@@ -134,12 +146,13 @@ class FsspecBackend(ClientBackend):
         if unsafe:
             log.warning("%r: names such as %r are not deleted", path, unsafe[0])
             return
-        with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with self._turn() as fs, unless_absent():
             if not has_magic(full):
                 fs.rm(full, recursive=True)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         with self._turn() as fs:
+            self._check_share(fs)
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
                     fs.makedirs(full, exist_ok=True)
@@ -168,8 +181,8 @@ class FsspecBackend(ClientBackend):
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
-        writing.check(path, offset, f"got part {number} out of its turn")
-        writing.problem = f"was cut off within part {number}"
+        writing.check(path, offset, f"got the part at byte {offset} out of its turn")
+        writing.problem = f"was cut off within the part at byte {offset}"
         with writing.using:
             try:
                 for view in data:
@@ -208,6 +221,18 @@ class FsspecBackend(ClientBackend):
         with self._turn() as fs:
             _remove(fs, self._full(token))
 
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield temporary files; that of an object, or all below a folder."""
+        folder, _, name = prefix.strip("/").rpartition("/")
+        for page in self._pages(folder, recursive=False):
+            for info in page:
+                if name and target_path(info.path) == prefix:
+                    yield _upload_of(info)
+        for page in self._pages(prefix.strip("/"), recursive=True):
+            for info in page:
+                if is_draft_name(info.path.rpartition("/")[2]):
+                    yield _upload_of(info)
+
     def close(self) -> None:
         """Do as any backend, and close files whose upload nobody knows to have begun."""
         for token, writing in list(self._writings.items()):
@@ -231,6 +256,21 @@ class FsspecBackend(ClientBackend):
                 with contextlib.suppress(Exception):
                     end()
         self._give_back(writing.fs)
+
+    @property
+    def _bucket(self) -> str:
+        """The host of the URL, if it is the first part of paths: then no folder, but a bucket."""
+        host = self._location.target.partition("://")[2].partition("/")[0]
+        first = self._root.strip("/").partition("/")[0]
+        return host if host == first else ""
+
+    def _may_lack_bucket(self, error: BaseException) -> bool:
+        return isinstance(error, FileNotFoundError)
+
+    def _look_at_bucket(self) -> None:
+        first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
+        with self._turn() as fs:
+            fs.info(first)
 
     def _full(self, path: str) -> str:
         """Return a path as the file system spells it."""
@@ -272,8 +312,13 @@ class FsspecBackend(ClientBackend):
             with self._turn() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
-                except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
-                    continue
+                except Exception as error:
+                    if not is_absence(error):
+                        raise
+                    if folder == prefix and (missing := self.explain(error)) is not None:
+                        raise missing from error
+                    self._check_share(fs)
+                    entries = []  # there is none, or it was removed meanwhile
             page = []
             for info in entries:
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
@@ -289,10 +334,18 @@ class FsspecBackend(ClientBackend):
                     folders += [path] if recursive else []
             yield page
 
+    def _check_share(self, fs: ForeignFs) -> None:
+        """Raise unless the share of SMB is there: the client would try for ever to make it."""
+        share = self._root.strip("/").partition("/")[0]
+        if self._location.protocol == "smb" and not _exists(fs, f"/{share}"):
+            what = f"There is no share {share!r} at {self.endpoint}, or it is not for this user."
+            step = "Check the URL: smb://HOST/SHARE/FOLDER. Only the server's owner makes shares."
+            raise StorageError(what, path=self._location.url, next_step=step)
+
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
         """Check a temporary file's length and move it to its name; go on where it stopped."""
         found_bytes = None  # of one that was moved before
-        with contextlib.suppress(FileNotFoundError):
+        with unless_absent():
             found_bytes = int(fs.info(temporary)["size"])
         if found_bytes == total_bytes:
             _move(fs, temporary, self._full(path))
@@ -302,13 +355,17 @@ class FsspecBackend(ClientBackend):
             raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
 
 
+def _upload_of(info: ObjectInfo) -> OpenUpload:
+    path = target_path(info.path)
+    return OpenUpload(path=path, token=info.path, modified_s=info.modified_s)
+
+
 def _exists(fs: ForeignFs, full: str) -> bool:
     """Return whether something bears a name; fsspec's own takes any error for a no."""
-    try:
+    with unless_absent():
         fs.info(full)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _remove(fs: ForeignFs, full: str) -> None:

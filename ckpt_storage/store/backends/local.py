@@ -6,9 +6,10 @@ import contextlib
 import errno
 import os
 import stat as stat_modes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from ckpt_storage.errors import (
     InvalidInputError,
@@ -33,6 +34,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import changed, explain, too_long
 
 from .drafts import Draft, is_draft_name, target_path
+from .mounts import durability_problem
 from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
 
 T = TypeVar("T")
@@ -40,6 +42,14 @@ T = TypeVar("T")
 # Reads of as much are told to the kernel, which then reads twice as far ahead; not by
 # POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
 _READ_ON_BYTES = 1 << 20
+
+
+class _Token(str):
+    """The token of an own upload, which keeps its temporary file open."""
+
+    __slots__ = ("draft",)
+
+    draft: Draft
 
 
 class LocalBackend(Backend):
@@ -64,6 +74,7 @@ class LocalBackend(Backend):
         part_alignment_bytes=64 * 1024,
         tokens_travel=True,
         lists_uploads=True,
+        has_temporary_files=True,
     )
 
     def __init__(
@@ -76,8 +87,10 @@ class LocalBackend(Backend):
         self._settings = settings or Settings()
         self._sync = self._settings.sync_files
         self._receipt = os.urandom(8).hex()
-        # Of uploads, by token; calls on a dict are atomic.
-        self._drafts: dict[str, Draft] = {}
+        # Of uploads, by token: own ones live as long as somebody holds the token. Calls on these
+        # are atomic.
+        self._drafts: MutableMapping[str, Draft] = WeakValueDictionary()
+        self._joined: dict[str, Draft] = {}
 
     def stat(self, path: str) -> ObjectInfo:
         full = self._full(path)
@@ -94,6 +107,13 @@ class LocalBackend(Backend):
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
             return Content(data=data, version=_version_of(found))
 
+    def tail(self, path: str, byte_count: int) -> Content:
+        """Return the end of a file, read through one descriptor."""
+        with self._opened(path) as (fd, found):
+            content = memoryview(bytearray(min(byte_count, found.st_size)))
+            self._posix.preadv_all(fd, [content], found.st_size - len(content))
+            return Content(data=bytes(content), version=_version_of(found))
+
     def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Fill the ranges through one descriptor; return the length that the file had first."""
         with self._opened(path) as (fd, found):
@@ -106,6 +126,11 @@ class LocalBackend(Backend):
                 if count < target.nbytes:
                     raise ShortReadError(start + count)
         return found.st_size
+
+    def drop_caches(self, path: str) -> None:
+        """Have the kernel drop what it caches of a file, which the next read opens anew."""
+        with self._opened(path) as (fd, _):
+            self._posix.forget(fd)
 
     def put(
         self,
@@ -205,8 +230,10 @@ class LocalBackend(Backend):
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         draft = self._draft_of(path)
-        token = f"{folder_of(path)}/{draft.name}".lstrip("/")
-        self._drafts[token] = draft
+        name = f"{folder_of(path)}/{draft.name}".lstrip("/")
+        token = _Token(name)
+        token.draft = draft
+        self._drafts[name] = draft
         return token
 
     def put_part(
@@ -235,11 +262,12 @@ class LocalBackend(Backend):
             by_several = any(part.receipt != self._receipt for part in parts)
             draft.seal(sum(part.size_bytes for part in parts), by_several=by_several)
         draft.publish(if_absent=False)
+        self._forget(token)
 
     def abort_upload(self, path: str, token: str) -> None:
         full = self._draft_path(path, token)
         self._check_inside(folder_of(full))
-        draft = self._drafts.pop(token, None)
+        draft = self._forget(token)
         if draft is not None:
             draft.discard()
         else:
@@ -247,9 +275,9 @@ class LocalBackend(Backend):
                 self._posix.unlink(full)
 
     def leave_upload(self, path: str, token: str) -> None:
-        draft = self._drafts.get(token)
+        draft = self._known(token)
         if draft is not None and not draft.is_own:
-            self._drafts.pop(token, None)
+            self._forget(token)
             draft.leave()
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -262,7 +290,9 @@ class LocalBackend(Backend):
             *self._walk(prefix, recursive=True),
         ):
             if is_draft_name(item.name) and item.is_file(follow_symlinks=False):
-                yield OpenUpload(path=target_path(path), token=path)
+                with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
+                    changed_s = item.stat(follow_symlinks=False).st_mtime
+                    yield OpenUpload(path=target_path(path), token=path, modified_s=changed_s)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root, its parents and these folders, and sync each name in the root or above."""
@@ -271,6 +301,9 @@ class LocalBackend(Backend):
             full = self._full(folder.strip("/"))
             self._check_inside(full)
             self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
+
+    def durability_problem(self) -> str:
+        return durability_problem(self.folder)
 
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link."""
@@ -358,20 +391,28 @@ class LocalBackend(Backend):
         except FileNotFoundError as error:
             if name is not None:
                 raise
-            what = f"The folder {folder_of(full)} of the coordinator is not visible on this host."
-            step = "Is the path on a file system that all hosts share?"
+            what = f"The folder {folder_of(full)} is not there on this host, so nothing is written."
+            step = "Make it, as make_folders does; if another rank has made it: do all hosts share "
+            step += "this file system?"
             raise StorageError(what, kind="not-found", next_step=step) from error
 
     def _draft(self, path: str, token: str) -> Draft:
         """Return the open file of an upload; one that another process began is joined."""
-        draft = self._drafts.get(token)
+        draft = self._known(token)
         if draft is None:
             joined = self._draft_of(path, os.path.split(self._draft_path(path, token))[1])
             # Of two threads that open it at once, both go on with one.
-            draft = self._drafts.setdefault(token, joined)
+            draft = self._joined.setdefault(token, joined)
             if draft is not joined:
                 joined.leave()
         return draft
+
+    def _known(self, token: str) -> Draft | None:
+        return self._drafts.get(token) or self._joined.get(token)
+
+    def _forget(self, token: str) -> Draft | None:
+        joined = self._joined.pop(token, None)
+        return self._drafts.pop(token, None) or joined
 
     def _draft_path(self, path: str, token: str) -> str:
         """Return the full path of a temporary file; refuse a token that leads elsewhere."""

@@ -61,6 +61,10 @@ class MemoryBackend(Backend):
         told = data if max_bytes is None else data[: max_bytes + 1]
         return Content(data=told, version=_version(data))
 
+    def tail(self, path: str, byte_count: int) -> Content:
+        data = self._data(self._full(path))
+        return Content(data=data[max(0, len(data) - byte_count) :], version=_version(data))
+
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Copy from the object as it was first."""
         data = self._data(self._full(path))

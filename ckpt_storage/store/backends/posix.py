@@ -37,8 +37,8 @@ NO_CALL = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
 
 _NO_FULL_SYNC = NO_CALL | {errno.EINTR, errno.ENODEV, errno.ENOTTY, errno.EPERM, errno.ESPIPE}
 
-# What an NFS client keeps of a removed file that a process still holds open.
-_NFS_REMAINS = re.compile(r"\.nfs[0-9a-f]{8,}")
+# What clients of NFS and file systems over FUSE keep of a removed file that is still open.
+_REMAINS = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]{8,}")
 
 
 def _sync(fd: int) -> None:
@@ -276,5 +276,5 @@ def folder_of(path: str) -> str:
 
 
 def is_remains(name: str) -> bool:
-    """Return whether a name is one that an NFS client gives to a file that was removed."""
-    return _NFS_REMAINS.fullmatch(name) is not None
+    """Return whether a name is one that a mount gives to a removed file that is still open."""
+    return _REMAINS.fullmatch(name) is not None

@@ -8,13 +8,12 @@ import functools
 import io
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     Buffers,
@@ -26,17 +25,32 @@ from ckpt_storage.store.backend import (
     Settings,
 )
 from ckpt_storage.store.location import Location, address_of
-from ckpt_storage.store.problems import ForeignAnswer, check_source
+from ckpt_storage.store.problems import (
+    ForeignAnswer,
+    check_source,
+    meaning_of,
+    unless_absent,
+)
 
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, total_of, waits
+from .clouds import (
+    CLOUD,
+    Body,
+    CloudBackend,
+    Page,
+    Terms,
+    Told,
+    crc32c_of_all,
+    encoded,
+    range_header,
+    span_of,
+    waits,
+)
 
 _WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
 
-_ALGORITHM = "CRC32C"
-_CHECKSUMS = {"ChecksumAlgorithm": _ALGORITHM, "ChecksumType": "FULL_OBJECT"}
-_OK = 200
+_CHECKSUMS = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "COMPOSITE"}
 _POOL_CONNECTIONS = 64
 _SOURCE_COUNT = 10_000
 _PIECE_BYTES = MIB
@@ -45,6 +59,8 @@ _PIECE_BYTES = MIB
 _UNKNOWN_HEADER = frozenset(
     {"501", "InvalidArgument", "InvalidRequest", "MethodNotAllowed", "NotImplemented"}
 )
+
+_CHANGED = frozenset({"412", "PreconditionFailed"})
 
 _TELLING = {
     "complete_multipart_upload": {"ETag"},
@@ -59,11 +75,28 @@ _TELLING = {
 """Fields of which every answer of S3 has one; a page in its place, answered with 200, has none."""
 
 
+@dataclass(slots=True)
+class _Dialect:
+    """What the server at one endpoint was seen to understand.
+
+    takes_checksums: it does not refuse headers with a CRC-32C.
+    has_bare_etags: it compares If-Match with the ETag without its quotes; None: not known yet.
+    """
+
+    takes_checksums: bool = True
+    has_bare_etags: bool | None = None
+
+
+_DIALECTS: dict[str, _Dialect] = {}
+"""By endpoint; for all clients of this process."""
+
+
 class S3Backend(CloudBackend):
     """One root in one bucket.
 
-    The token of an upload is "CRC32C:" or ":" and S3's id of it; with the former, each part
-    bears a checksum, and its receipt is the ETag with the checksum behind it.
+    A CRC-32C goes with every object and part, unless the server refuses such headers. The token of
+    an upload is S3's id of it; the receipt of a part is its ETag, and behind it the checksum that
+    the server repeated.
     """
 
     capabilities = replace(
@@ -86,7 +119,7 @@ class S3Backend(CloudBackend):
             location, settings, options=_client_options(location, settings.request_timeout_s)
         )
         self._url = location.url
-        self._takes_checksums = True
+        self._dialect = _DIALECTS.setdefault(address_of(location), _Dialect())
         # By upload: ETag and length of what is copied, so that all its copies are of one version.
         self._sources: dict[tuple[str, str], tuple[str, int]] = {}
 
@@ -96,11 +129,11 @@ class S3Backend(CloudBackend):
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     def stat(self, path: str) -> ObjectInfo:
-        """HeadObject; if it is refused, GetObject, as only that answer says why."""
+        """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
         try:
             return super().stat(path)
         except Exception as error:
-            if _code_of(error) in {"400", "403"}:
+            if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
                 self.read(path, [(0, memoryview(bytearray(1)))])
             raise
 
@@ -113,10 +146,10 @@ class S3Backend(CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
-        asked = {} if start is None else {"Range": f"bytes={start}-{start + length - 1}"}
+        asked = {} if start is None else {"Range": range_header(start, length)}
         answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
-        is_whole = answer["ResponseMetadata"]["HTTPStatusCode"] == _OK
-        told = answer["ContentLength"] if is_whole else total_of(answer.get("ContentRange"))
+        # Not by the status: some servers answer a range with 200.
+        first, told = span_of(answer.get("ContentRange"), answer["ContentLength"])
         async with answer["Body"] as body:
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
@@ -124,18 +157,40 @@ class S3Backend(CloudBackend):
                 connection.transport.max_size = _PIECE_BYTES
             # As it came: asking for a length joins what came.
             pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
-            yield Body(pieces=pieces, is_whole=is_whole, total_bytes=told, version=version)
+            yield Body(pieces=pieces, first=first, total_bytes=told, version=version)
 
     async def _put(
         self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
     ) -> None:
-        named = {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
-        body = _ViewsBody(data)
-        await self._ask(fs, "put_object", Key=self._name(path), Body=body, **named, **terms)
+        named: dict[str, Any] = {"Key": self._name(path)}
+        named |= {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
+        dialect, spelt = self._dialect, self._spelt(terms)
+        try:
+            await self._ask_checked(fs, "put_object", data, **named, **spelt)
+        except Exception as error:
+            is_open = "IfMatch" in terms and dialect.has_bare_etags is None
+            if not is_open or _code_of(error) not in _CHANGED:
+                raise
+            # Refused although it is there: Ceph's RGW compares the ETag without its quotes.
+            told = await self._head(fs, path)
+            if told[2] != terms["IfMatch"]:
+                raise
+            bare = {"IfMatch": _bare(terms["IfMatch"])}
+            await self._ask_checked(fs, "put_object", data, **named, **bare)
+            dialect.has_bare_etags = True
+        else:
+            if "IfMatch" in terms and dialect.has_bare_etags is None:
+                dialect.has_bare_etags = False
+
+    def _spelt(self, terms: Terms) -> Terms:
+        """Return conditions with ETags as this server compares them."""
+        if "IfMatch" in terms and self._dialect.has_bare_etags:
+            return {**terms, "IfMatch": _bare(terms["IfMatch"])}
+        return terms
 
     async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
         try:
-            await self._ask(fs, "delete_object", Key=self._name(path), **terms)
+            await self._ask(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
         except Exception as error:
             # Clients and servers know the condition since September 2025.
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
@@ -160,32 +215,20 @@ class S3Backend(CloudBackend):
         return {} if if_match is None else {"IfMatch": if_match}
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """CreateMultipartUpload; for copies with the wish that S3 computes checksums."""
-        asked: dict[str, Any] = {"Key": self._name(path), "Metadata": {_WRITE_ID: write_id}}
-        if copies and self._takes_checksums:
-            try:
-                answer = self._send("create_multipart_upload", **asked, **_CHECKSUMS)
-                if answer.items() >= _CHECKSUMS.items():
-                    return f"{_ALGORITHM}:{answer['UploadId']}"
-                # It may want a checksum with each part, and knows none of whole objects.
-                self._takes_checksums = False
-                self.abort_upload(path, f":{answer['UploadId']}")
-            except Exception as error:
-                if _code_of(error) not in _UNKNOWN_HEADER:
-                    raise
-            self._takes_checksums = False
-        return f":{self._send('create_multipart_upload', **asked)['UploadId']}"
+        """CreateMultipartUpload; each part has a checksum, the object one of these checksums.
+
+        Not one of the whole object, which Cloudflare R2 does not know.
+        """
+        metadata, name = {_WRITE_ID: write_id}, self._name(path)
+        method = "create_multipart_upload"
+        answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
+        return str(answer["UploadId"])
 
     def put_part(
         self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
     ) -> str:
-        checksum = {}
-        if token.startswith(_ALGORITHM):
-            crc32c = functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
-            checksum = {"ChecksumCRC32C": _encoded(crc32c)}
         part = self._upload(path, token, PartNumber=number + 1)
-        answer = self._send("upload_part", **part, Body=_ViewsBody(data), **checksum)
-        return " ".join([str(answer["ETag"]), *checksum.values()])
+        return _receipt(self._run(self._ask_checked, "upload_part", data, **part))
 
     def copy_source(self, path: str) -> CopySource:
         scope = f"s3 {self.endpoint} {self._place[0]}"
@@ -207,51 +250,71 @@ class S3Backend(CloudBackend):
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
         asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
         answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
+        if "ETag" not in answer:
+            # Without it the upload cannot be completed.
+            what = f"The server's answer to the copy of a part of {path} has no ETag."
+            raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
-        receipt = f"{answer['ETag']} {checksum or ''}".rstrip()
-        return replace(part, receipt=receipt, crc32c=_decoded(checksum) if checksum else None)
+        crc32c = _decoded(checksum) if checksum else None
+        return replace(part, receipt=_receipt(answer), crc32c=crc32c)
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
-        receipts = [part.receipt.split(" ") for part in parts]
-        named = [
-            {"PartNumber": part.number + 1, "ETag": receipt[0]}
-            for part, receipt in zip(parts, receipts, strict=True)
-        ]
-        extra: dict[str, str] = {}
-        crcs = [_decoded(text) for receipt in receipts for text in receipt[1:]]
-        if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
-            whole = combine_many(crcs, [part.size_bytes for part in parts])
-            extra = {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
-        asked = self._upload(path, token, MultipartUpload={"Parts": named}, **extra)
+        named = []
+        for part in parts:
+            etag, _, checksum = part.receipt.partition(" ")
+            named.append({"PartNumber": part.number + 1, "ETag": etag})
+            if checksum:
+                named[-1]["ChecksumCRC32C"] = checksum
+        asked = self._upload(path, token, MultipartUpload={"Parts": named})
         self._send("complete_multipart_upload", **asked)
 
     def abort_upload(self, path: str, token: str) -> None:
-        with self.unless_absent():
+        with unless_absent():
             self._send("abort_multipart_upload", **self._upload(path, token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        key, below = self._name(prefix), self._name(f"{prefix}/" if prefix else "")
-        # Rights to a bucket may end at the root's slash.
-        asked = {"Prefix": key}
+        # Directory buckets know only prefixes that end in a slash.
+        asked = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
             page = self._send("list_multipart_uploads", **asked)
             for item in page.get("Uploads", ()):
-                if item["Key"] == key or item["Key"].startswith(below):
-                    yield OpenUpload(path=self._path(item["Key"]), token=f":{item['UploadId']}")
+                yield OpenUpload(path=self._path(item["Key"]), token=item["UploadId"])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
                 return
             asked["KeyMarker"] = page["NextKeyMarker"]
-            asked["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+            if marker := page.get("NextUploadIdMarker"):
+                asked["UploadIdMarker"] = marker
 
     def _upload(self, path: str, token: str, **more: Any) -> dict[str, Any]:
-        return {"Key": self._name(path), "UploadId": token.partition(":")[2], **more}
+        return {"Key": self._name(path), "UploadId": token, **more}
 
     def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request by the client's method and return the answer."""
         return self._run(self._ask, method, **arguments)
+
+    async def _ask_checked(
+        self, fs: ForeignFs, /, method: str, data: Buffers | None, **arguments: Any
+    ) -> Mapping[str, Any]:
+        """Send one request with the checksum of its body, or for an upload the wish to have one.
+
+        Without, if the server takes it only so.
+        """
+        body = {} if data is None else {"Body": _ViewsBody(data)}
+        if self._dialect.takes_checksums:
+            checksum = (
+                _CHECKSUMS if data is None else {"ChecksumCRC32C": encoded(crc32c_of_all(data))}
+            )
+            try:
+                return await self._ask(fs, method, **body, **arguments, **checksum)
+            except Exception as error:
+                if _code_of(error) not in _UNKNOWN_HEADER:
+                    raise
+        answer = await self._ask(fs, method, **body, **arguments)
+        self._dialect.takes_checksums = False
+        return answer
 
     async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request on the loop, with the options that s3fs was given."""
@@ -261,6 +324,9 @@ class S3Backend(CloudBackend):
         name = client.meta.method_to_api_mapping[method]
         known = client.meta.service_model.operation_model(name).input_shape.members
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
+        # A copy reads its source with the key with which it was written.
+        keys = {f"CopySource{key}": extra[key] for key in extra if key.startswith("SSECustomer")}
+        extra |= keys
         accepted = {key: value for key, value in extra.items() if key in known}
         # The client refuses what it does not know: no condition is left out in silence.
         answer: Mapping[str, Any] = await getattr(client, method)(
@@ -347,8 +413,13 @@ def _is_private(location: Location) -> bool:
     return parts.scheme == "https" or host in {"localhost", "::1"} or host.startswith("127.")
 
 
-def _encoded(crc32c: int) -> str:
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
+def _bare(etag: str) -> str:
+    return etag.strip('"')
+
+
+def _receipt(answer: Mapping[str, Any]) -> str:
+    """Return what completing an upload needs of the answer to a part."""
+    return f"{answer['ETag']} {answer.get('ChecksumCRC32C') or ''}".rstrip()
 
 
 def _decoded(text: str) -> int:

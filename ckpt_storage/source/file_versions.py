@@ -23,7 +23,7 @@ _MARKED = (STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 
 _DESCRIBING = frozenset({STOCK_METADATA, INDEX_NAME})
 
-_MOST_ASKED = 8
+_MAX_ASKED = 8
 """Files that are asked for alone; more of them are listed."""
 
 Mark = tuple[int, float | None]
@@ -31,7 +31,7 @@ Mark = tuple[int, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileMarks:
+class FileVersions:
     """Lengths and times of the files of one checkpoint, from before its metadata was read.
 
     That is why a save that ends in between is seen by `check`, too.
@@ -41,7 +41,7 @@ class FileMarks:
     is_deep: bool = False
 
     @classmethod
-    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileMarks:
+    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileVersions:
         """Return the marks of the files that values or their description lie in."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
@@ -61,11 +61,11 @@ class FileMarks:
         if paths is not None:
             wanted = [path for path in self.of if path in paths or path in _DESCRIBING]
             asked = [partial(self._is_as_it_was, store, path) for path in wanted]
-            if len(asked) <= _MOST_ASKED and all(side_by_side(store, asked)):
+            if len(asked) <= _MAX_ASKED and all(side_by_side(store, asked)):
                 return
         # By a listing: an object's time may be told in other digits when asked for alone.
         entries = listed(store, recursive=self.is_deep)
-        now = FileMarks.of_listing(entries, is_deep=self.is_deep).of
+        now = FileVersions.of_listing(entries, is_deep=self.is_deep).of
         for path in wanted:
             if path not in now:
                 raise changed(store.url, path, "is gone")
@@ -91,7 +91,7 @@ def changed(url: str, path: str, what: str) -> CheckpointGoneError:
 
 
 @contextmanager
-def told_from_damage(check: Callable[[], None]) -> Iterator[None]:
+def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
     """Raise what `check` raises in place of an error that says that files do not fit.
 
     They may be sound, and of another save than the metadata.
@@ -108,4 +108,4 @@ def told_from_damage(check: Callable[[], None]) -> Iterator[None]:
 
 def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
     """Return what lies in a folder; nothing if that is not there."""
-    return slotlog.if_there(partial(store.list, folder, recursive=recursive)) or ()
+    return slotlog.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()

@@ -1,0 +1,58 @@
+"""A mount by rclone with a write-back cache: a single writer, and neither durable nor ordered."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from journeys import Journeys
+from servers import Running
+from suites import SuiteAt
+
+import ckpt_storage
+from ckpt_storage.store.store import Store
+
+
+class TestMountSuite(SuiteAt):
+    """The suite; exclusive creation and atomic replacement are what the mount lacks."""
+
+    many, at = 30, "mount_root"
+
+    def test_of_several_creations_one_wins(self, store: Store, second: Store) -> None:
+        """There are no links there, so that nothing is created; the probe finds that out."""
+        with pytest.raises(ckpt_storage.UnsupportedByStoreError):
+            store.create("commits/1", b"one")
+        assert second.list("commits") == []
+
+    def test_a_reader_during_replaces_sees_old_or_new(self, store: Store, second: Store) -> None:
+        """Not during: rclone renames by a copy and a deletion. After it the new one is there."""
+        store.replace(".metadata", b"old")
+        store.replace(".metadata", b"new")
+        assert second.get(".metadata").data == b"new"
+
+
+class TestMountJourneys(Journeys):
+    """The journeys."""
+
+    at = "mount_root"
+
+
+def test_a_save_warns_that_it_may_be_lost(
+    mount_root: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a process, by the type of the file system; saves elsewhere do not."""
+    monkeypatch.setattr("ckpt_storage.commit.attempt._WARNED", set())
+    caplog.set_level(logging.WARNING, "ckpt_storage")
+    for step in (1, 2):
+        ckpt_storage.save({"step": step}, f"{mount_root.url}/step-{step}")
+    found = [text for text in caplog.messages if "not durable" in text]
+    assert len(found) == 1
+    assert "fuse.rclone" in found[0]
+
+
+def test_a_doctor_says_that_saves_may_be_lost(mount_root: Running) -> None:
+    """It has a row of its own, and an advice."""
+    found = ckpt_storage.diagnose(mount_root.url)
+    (row,) = [probe for probe in found.probes if probe.name == "durable"]
+    assert (row.outcome, "not ordered" in row.detail) == ("no", True)
+    assert any("native URL" in advice for advice in found.advice)
