@@ -84,7 +84,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("lazy", [torch.Tensor.neg, torch.Tensor.conj])
 def test_what_torch_has_yet_to_compute_is_saved_computed(
     tmp_path: Path, lazy: Callable[[torch.Tensor], torch.Tensor]
@@ -98,6 +97,7 @@ def test_what_torch_has_yet_to_compute_is_saved_computed(
         assert opened["w"][:].tolist() == view.tolist()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_the_key_of_what_cannot_be_saved_is_named(tmp_path: Path, door: str, kind: str) -> None:
