@@ -84,6 +84,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("lazy", [torch.Tensor.neg, torch.Tensor.conj])
+def test_what_torch_has_yet_to_compute_is_saved_computed(
+    tmp_path: Path, lazy: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """A negated or conjugated view has the memory of its base, which holds other values."""
+    base = torch.tensor([1.0 + 2.0j, 3.0 - 4.0j])
+    view = torch._neg_view(base) if lazy is torch.Tensor.neg else lazy(base)  # noqa: SLF001  # as autograd makes them
+    assert view.data_ptr() == base.data_ptr()
+    ckpt_storage.save({"w": view}, tmp_path)
+    with ckpt_storage.open_checkpoint(tmp_path) as opened:
+        assert opened["w"][:].tolist() == view.tolist()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("kind", REFUSED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import dataclasses
+import json
 import math
 import struct
 import zlib
@@ -134,6 +135,15 @@ def test_a_rank_manifest_with_other_columns_is_refused_or_sound(body: dict[str, 
     assert_sound(found)
     again = RankManifest.from_body(found.to_body(), where="here")
     assert again.to_body() == found.to_body()
+
+
+def test_payloads_begin_at_multiples_of_64_bytes(tmp_path: Path) -> None:
+    """So that a mapped file gives arrays that are aligned for every type."""
+    dcp_cases.save_alone({"a": torch.ones(3), "b": torch.ones(5), "c": "text"}, tmp_path)
+    (path,) = tmp_path.rglob("rank-00000.json")
+    items = json.loads(path.read_bytes())["body"]["files"][0]["items"]
+    assert len(items["item_start"]) == 3
+    assert [start % 64 for start in items["item_start"] + items["payload_start"]] == [0] * 6
 
 
 def test_items_that_overlap_are_refused() -> None:

@@ -1,0 +1,45 @@
+"""A run that another one overtakes in its output folder shows nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_storage
+from ckpt_storage import ConsolidationError
+from ckpt_storage.export import folder as folders
+from ckpt_storage.format.exports import HOLDER_PATH, Holder
+from ckpt_storage.format.names import INDEX_NAME
+
+
+@pytest.mark.parametrize("moment", ["check_unchanged", "publish"])
+@pytest.mark.parametrize("kind", ["ExportFolder", "PlainFolder"])
+def test_an_overtaken_run_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
+) -> None:
+    """Before files get their names, and before the last write, it looks who holds the folder."""
+    source, output = tmp_path / "run", tmp_path / "out"
+    ckpt_storage.save({"w": torch.ones(8)}, source)
+    original: Any = getattr(getattr(folders, kind), moment)
+
+    def overtaken(*arguments: Any) -> None:
+        if (output / HOLDER_PATH).exists():
+            holder = Holder(run_id="b" * 32, fingerprint="a" * 64)
+            (output / HOLDER_PATH).write_bytes(holder.encode())
+        original(*arguments)
+
+    monkeypatch.setattr(getattr(folders, kind), moment, overtaken)
+    run: Callable[[], object] = partial(ckpt_storage.consolidate, source, output)
+    if kind == "PlainFolder":
+        run = partial(ckpt_storage.convert, source, output, to="safetensors")
+    with pytest.raises(ConsolidationError, match="taken over"):
+        run()
+    index = output / INDEX_NAME
+    assert not index.exists() or b'"w"' not in index.read_bytes()
+    if moment == "check_unchanged":
+        assert not list(output.glob("model*.safetensors"))
