@@ -233,7 +233,7 @@ def test_exchanged_commit_records_are_found(tmp_path: Path) -> None:
     data = [slot.read_bytes() for slot in slots]
     for slot, other in zip(slots, reversed(data), strict=True):
         slot.write_bytes(other)
-    problem = problem_at(verify(tmp_path), "commits/00000001.json")
+    problem = problem_at(verify(tmp_path), "commits/00000002.json")
     assert "copied or renamed" in problem.message
     assert isinstance(cases.load_failure(tmp_path, {"step": None}), FormatError)
 

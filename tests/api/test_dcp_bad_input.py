@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_is_named(tmp_path: Path, server: S3Server) -> No
             error = error_of(url, **options)
             assert_says(error, "StorageError", told, step)
             assert "very-secret" not in repr(error) + str(vars(error))
-    assert {request.op for request in server.requests} == {"get", "head"}
+    assert {request.op for request in server.requests} == {"get", "head", "list"}
 
 
 OPTIONS: list[tuple[Any, dict[str, Any], str]] = [

@@ -46,7 +46,7 @@ class FlippingServer(S3Server):
 @pytest.mark.parametrize("kind", flips.KINDS)
 def test_a_wrong_byte_from_a_cache_costs_no_step(root: Path, kind: str) -> None:
     """A restore gives the newest step whatever file one wrong byte comes from."""
-    path = max(flips.newest_of(root).glob(flips.KINDS[kind]))
+    path = flips.newest_file(flips.newest_of(root), kind)
     for position in (0, path.stat().st_size // 2, path.stat().st_size - 1):
         assert flips.restored_step(root, flips.CachedFlip(path, position)) == flips.STEPS[-1]
 
@@ -54,7 +54,7 @@ def test_a_wrong_byte_from_a_cache_costs_no_step(root: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", flips.KINDS)
 def test_verify_reads_a_wrong_byte_again(root: Path, kind: str) -> None:
     """A wrong byte in one answer is no finding."""
-    path = max(flips.newest_of(root).glob(flips.KINDS[kind]))
+    path = flips.newest_file(flips.newest_of(root), kind)
     posix = flips.CachedFlip(path, path.stat().st_size // 2)
     with flips.reading_through(posix):
         assert verify(flips.newest_of(root)).ok
@@ -65,7 +65,7 @@ def test_verify_reads_a_wrong_byte_again(root: Path, kind: str) -> None:
 def test_a_wrong_byte_on_the_disk_is_found(root: Path, kind: str) -> None:
     """What both reads give is damage."""
     newest = flips.newest_of(root)
-    path = max(newest.glob(flips.KINDS[kind]))
+    path = flips.newest_file(newest, kind)
     assert flips.damage_is_found(path, path.stat().st_size // 2, newest)
 
 

@@ -105,6 +105,11 @@ def newest_of(root: Path) -> Path:
     return max(path for path in root.iterdir() if path.is_dir())
 
 
+def newest_file(checkpoint: Path, kind: str) -> Path:
+    """Return the file of a kind that was written last: ids of one second are in no order."""
+    return max(checkpoint.glob(KINDS[kind]), key=lambda path: path.stat().st_mtime_ns)
+
+
 def chosen(root: Path, seed: int) -> tuple[str, Path, int]:
     """Return the kind of file that a seed chooses, a file of it that readers use, and a byte."""
     draw, newest = random.Random(seed), newest_of(root)

@@ -58,6 +58,8 @@ class RawBucket(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no ty
         key = self._strip_protocol(path)
         if key in self.objects:
             return {"name": key, "size": len(self.objects[key]), "type": "file"}
+        if key and "/" not in key:
+            return {"name": key, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 
     def cat_file(

@@ -273,7 +273,7 @@ def test_chunks_that_all_lie_side_by_side_are_refused_at_once() -> None:
 
 def test_more_steps_than_may_be_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be checked in time is not taken for sound."""
-    monkeypatch.setattr("ckpt_storage.format.boxes._MOST_STEPS", 10)
+    monkeypatch.setattr("ckpt_storage.format.boxes._MAX_STEPS", 10)
     assert find_flaw((4,), [Box((at,), (1,)) for at in range(4)]) is None
     found = find_flaw((20,), [Box((at,), (1,)) for at in range(20)])
     assert str(found) == "they are cut in more ways than can be checked"
