@@ -12,10 +12,10 @@ import torch
 from local_stores import local_store
 
 import ckpt_storage
-from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.testing.posix_faults import FaultPosix
