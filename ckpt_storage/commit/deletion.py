@@ -9,6 +9,7 @@ finds no slot 1 lists the folder.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
@@ -25,6 +26,8 @@ from .publishing import publish_head, read_footer
 
 TOMBSTONE_AGE_S = 7 * 24 * 3600.0
 """Age by the storage's clock from which the slots of a deleted checkpoint may be removed."""
+
+log = logging.getLogger("ckpt_storage")
 
 
 def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
@@ -126,7 +129,12 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
         publish_head(store)
     for save_id in record.fenced:
         delete_attempt(store, save_id)
-    sweep_temporary_files(store)
+    try:
+        sweep_temporary_files(store)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        log.warning("%s: old temporary files stay: %s", store.url, error)
 
 
 def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
