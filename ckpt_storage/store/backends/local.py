@@ -51,6 +51,10 @@ class _Token(str):
 
     draft: Draft
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # Another process joins by the text; open files belong to this one.
+        return str, (str(self),)
+
 
 class LocalBackend(Backend):
     """One folder; a descriptor is kept from call to call only for a file that is being written.
