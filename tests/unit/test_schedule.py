@@ -404,6 +404,8 @@ def test_an_interrupted_child_of_fork_raises_as_python_does() -> None:
     result = run("""
 import os, signal
 from ckpt_storage.manager.notices import PreemptionNotices
+# A shell lets its background jobs ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 notices = PreemptionNotices([signal.SIGINT])
 child = os.fork()
 if child == 0:
