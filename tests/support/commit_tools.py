@@ -53,7 +53,7 @@ IN_TURN = ("as listed", "backwards")
 def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`."""
 
-    def in_turn(calls: Sequence[Callable[[], Any]], *_: object) -> list[Any]:
+    def in_turn(calls: Sequence[Callable[[], Any]], *_: object, **_options: object) -> list[Any]:
         numbers = range(len(calls))
         found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
         return [found[i] for i in numbers]
