@@ -97,10 +97,12 @@ def show(
             "object_count": len(entries) - tensor_count,
             "tensor_bytes": checkpoint.nbytes,
         }
-    files = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more.get("files", ())]
+    files = [
+        (file.path, file.rank, file.group, f"{file.size_bytes:,}") for file in more.get("files", ())
+    ]
     text = itertools.chain(
         output.facts(told),
-        output.table(("file", "rank", "bytes"), files, right="rank bytes"),
+        output.table(("file", "rank", "group", "bytes"), files, right="rank bytes"),
         output.table(_SLOT, [one.values() for one in more.get("history", ())], right="slot pid"),
     )
     output.tell("show", as_json=as_json, text=text, **told, **more)

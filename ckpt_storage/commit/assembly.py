@@ -229,6 +229,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         blobs=table.blobs,
         planner_data=planned.planner_data,
         files=[(ref, report.rank) for report in reports for ref in report.files],
+        groups=[group for report in reports for group in report.groups],
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],
