@@ -63,6 +63,7 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
     show_default=True,
     help="Whether the storage copies by itself what it can.",
 )
+@patterns_options
 @threads_option
 @memory_option
 @page_cache_option
@@ -70,6 +71,9 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 @storage_options("destination_storage", of="DST")
 def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
+
+    With --include or --exclude, such as --exclude 'optim*', DST gets chosen values only. Shard
+    files that are wanted whole are linked, or copied by the storage, where that is possible.
 
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.

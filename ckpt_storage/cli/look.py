@@ -48,10 +48,12 @@ def ls(root: str, *, as_json: bool, **options: Any) -> int:
         output.note(problem)
     if not (infos or as_json):
         output.note("No committed checkpoint.")
-    rows = [(i.name, i.step, i.created_at, i.format, i.save_id, i.metrics) for i in infos]
-    head = ("name", "step", "created", "format", "save id", "metrics")
-    count = len(head) if any(info.metrics for info in infos) else len(head) - 1
-    text = output.table(head[:count], [row[:count] for row in rows], right="step")
+    columns = ["name", "step", "created_at", "format", "save_id"]
+    # Only where there is something to say.
+    columns += [name for name in ("metrics", "part") if any(getattr(i, name) for i in infos)]
+    head = [{"created_at": "created", "save_id": "save id"}.get(name, name) for name in columns]
+    rows = [[getattr(info, name) for name in columns] for info in infos]
+    text = output.table(head, rows, right="step")
     output.tell("ls", as_json=as_json, text=text, checkpoints=infos)
     return COULD_NOT_RUN if problems else SOUND
 
@@ -91,6 +93,7 @@ def show(
             "save_id": checkpoint.save_id,
             "step": checkpoint.step,
             "metrics": checkpoint.info.metrics,
+            "part": checkpoint.info.part,
             "created_at": checkpoint.info.created_at,
             "world_size": checkpoint.world_size,
             "tensor_count": tensor_count,

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,11 +61,12 @@ def commit_save(
     metadata: Metadata,
     reports: Sequence[RankReport | None],
     user: Mapping[str, Any],
+    part: Mapping[str, Any] = MappingProxyType({}),
     must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. Raises
+    `reports[i]` is rank i's, None if there is none; `user` and `part` as for `commit`. Raises
     `IntegrityError`, `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
     `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
     Superseded files that cannot be deleted are left to the next save.
@@ -110,7 +112,13 @@ def commit_save(
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
     record = commit(
-        store, ticket, manifest=ref, stock=stock, stock_entries=stock_entries, user=user
+        store,
+        ticket,
+        manifest=ref,
+        stock=stock,
+        stock_entries=stock_entries,
+        user=user,
+        part=part,
     )
     log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     publish = partial(publishing.publish_head, store, own=record, own_stock=stock_bytes)

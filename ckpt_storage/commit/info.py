@@ -30,6 +30,8 @@ class CheckpointInfo:
     clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
+    `part` is empty for a whole checkpoint; else it holds some values of the save `of`, chosen by
+    the patterns `include` and `exclude`.
     `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
     format "unreadable" could not be read.
     """
@@ -44,6 +46,7 @@ class CheckpointInfo:
     stock_metadata: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    part: Mapping[str, Any] = field(default_factory=dict, hash=False)
     problem: str | None = None
 
     @classmethod
@@ -60,6 +63,7 @@ class CheckpointInfo:
             stock_metadata=record.stock is not None and record.stock_entries != 0,
             step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),
+            part=record.part,
         )
 
 

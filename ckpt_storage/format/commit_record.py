@@ -25,9 +25,9 @@ class HeadRef:
         return {"slot": self.slot, "save_id": self.save_id}
 
 
-_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "user")
+_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "part", "user")
 
-_LEFT_OUT = {"stock_entries", "user"}
+_LEFT_OUT = {"stock_entries", "part", "user"}
 """Where there is nothing to say."""
 
 
@@ -36,7 +36,8 @@ class SlotRecord:
     """One slot under `commits/` (`docs/format.md`, "Commit slots").
 
     `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
-    `user` is what whoever saved wants to be told again by a list of checkpoints; plain JSON.
+    `user` is what whoever saved wants to be told again by a list of checkpoints; plain JSON. `part`
+    says of which save (`of`) this holds some values only, and by which patterns they were chosen.
     """
 
     type: Literal["commit", "fence", "deleted"]
@@ -50,6 +51,7 @@ class SlotRecord:
     previous: HeadRef | None = None
     fenced: Sequence[str] = ()
     user: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    part: Mapping[str, Any] = field(default_factory=dict, hash=False)
     created_at: str = ""
     host: str = ""
     pid: int = 0
@@ -62,7 +64,8 @@ class SlotRecord:
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
         body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
-            value = dict(self.user) if key == "user" else getattr(self, key)
+            value = getattr(self, key)
+            value = dict(value) if key in {"part", "user"} else value
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
@@ -92,7 +95,7 @@ class SlotRecord:
             raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
-        user, is_commit = body.get("user"), kind == "commit"
+        user, part, is_commit = body.get("user"), body.get("part"), kind == "commit"
         save_id = get.value("save_id", str) if is_commit else None
         record = cls(
             type=kind,  # type: ignore[arg-type]  # checked above
@@ -109,6 +112,7 @@ class SlotRecord:
             fenced=() if is_commit else tuple(get.strings("fenced")),
             # Whatever is in it, the checkpoint can be read.
             user=user if is_commit and isinstance(user, dict) else {},
+            part=part if is_commit and isinstance(part, dict) else {},
             created_at=get.note("created_at", str, ""),
             host=get.note("host", str, ""),
             pid=get.note("pid", int, 0),
