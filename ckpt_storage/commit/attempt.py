@@ -151,7 +151,7 @@ def commit(
             timeout_s=_MAX_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
-    slot = ticket.last_slot
+    slot, previous = ticket.last_slot, ticket.previous
     while True:
         slot += 1
         holder, is_ours = take_slot(
@@ -163,12 +163,16 @@ def commit(
             manifest=manifest,
             stock=stock,
             stock_entries=stock_entries,
-            previous=ticket.previous,
+            previous=previous,
             user=user,
             part=dict(part),
         )
         if is_ours:
             return holder
+        if holder.is_thinned and holder.previous == previous and not part:
+            # The save that this one replaces anyway dropped some values meanwhile.
+            previous = holder.head
+            continue
         # A fence of others cleared away another attempt; the head is still the one we saw.
         if holder.type != "fence" or ticket.save_id in holder.fenced:
             raise _conflict(store, ticket.save_id, holder)

@@ -53,13 +53,16 @@ class CheckpointInfo:
     def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:
         """Return what a commit record says of the checkpoint at `url`."""
         step = record.user.get("step")
+        # That of the whole save, where thinning left this.
+        created_at = record.part.get("created_at") if record.is_thinned else None
+        created_at = created_at if isinstance(created_at, str) else record.created_at
         return cls(
             url=url,
             name=url.rstrip("/").rpartition("/")[2] if name is None else name,
             format="ckpt_storage",
             save_id=record.save_id,
             slot=record.slot,
-            created_at=record.created_at,
+            created_at=created_at,
             stock_metadata=record.stock is not None and record.stock_entries != 0,
             step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),

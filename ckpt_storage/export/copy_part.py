@@ -178,12 +178,14 @@ class CopyOfPart(_CopyOfOurs):
             world_size=self.source.manifest.world_size,
             with_places=self.source.record.stock_entries != 0,
         )
+        if is_resumed:
+            # Its process is dead, or is ended by this: the later copy goes on.
+            attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         whole = {at: one.old for at, one in enumerate(self._shards) if one.old is not None}
         if self.spec.copies == "auto" and store.can_copy_objects_of(context.source):
             return ResumeState(whole={at: old.path for at, old in whole.items()})
         if not is_resumed:
             return ResumeState()
-        attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         files = self.plan.files
         return ResumeState(
             done=context.there(
@@ -215,8 +217,12 @@ class CopyOfPart(_CopyOfOurs):
             metadata=layout.metadata_of(self.source, self.chosen),
             reports=reports,
             user=head.user,
-            part=patterns_of(self.spec, self.source.save_id or ""),
+            part=self.part_record(),
         )
+
+    def part_record(self) -> dict[str, Any]:
+        """Return what the commit record says of a part."""
+        return patterns_of(self.spec, self.source.save_id or "")
 
     def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:
         """Write the manifest of a rank; return its report."""

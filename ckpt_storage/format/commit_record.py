@@ -56,6 +56,12 @@ class SlotRecord:
     host: str = ""
     pid: int = 0
 
+    @property
+    def is_thinned(self) -> bool:
+        """Whether this commit replaced the save that it is a part of."""
+        previous = self.previous
+        return previous is not None and self.part.get("of") == previous.save_id
+
     def encode(self) -> bytes:
         """Return the sealed document.
 

@@ -79,12 +79,12 @@ def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Ro
 
 
 def find_newest(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
-    """Return the newest committed checkpoint that is not known to be damaged."""
+    """Return the newest committed checkpoint that is whole and not known to be damaged."""
     for _, state in newest_first(roots, deadline):
         damage = damage_of(state)
         if damage is not None:
             log.warning("%s is skipped, and an older checkpoint is taken: %s", state.url, damage)
-        if state.info is not None and not state.is_damaged:
+        if state.info is not None and not state.is_damaged and not state.info.part:
             return state.info
     return None
 

@@ -383,6 +383,7 @@ class CheckpointManager:
         *,
         step: int | None = None,
         url: str | os.PathLike[str] | None = None,
+        part: bool = False,
         check: Check = "read",
         planner: LoadPlanner | None = None,
         rename: Rename | None = None,
@@ -402,7 +403,8 @@ class CheckpointManager:
         next older one is loaded. The step of a damaged checkpoint may be saved again.
 
         With `step` that checkpoint is loaded and no other; with `url` the one at that URL, also
-        below another root, which `storage_options` must fit. Other arguments as for
+        below another root, which `storage_options` must fit. Thin checkpoints are skipped, and one
+        that was named is an error, unless `part` asks for what is there. Other arguments as for
         `ckpt_storage.load`.
 
         Raises:
@@ -412,7 +414,7 @@ class CheckpointManager:
 
         """
         options = locals().copy()
-        for name in ("self", "state", "step", "url", "check"):
+        for name in ("self", "state", "step", "url", "part", "check"):
             del options[name]
         self._check_open()
         # Counted before anything can fail, so that it is the same on every rank.
@@ -420,7 +422,7 @@ class CheckpointManager:
         self._meet()
         options |= {"process_group": self._process_group, "retry": self._retry}
         load_from = partial(load, state, timeout=self._timeouts, **options)
-        resumer = partial(Resumer, self._ranks, self._roots, check=check)
+        resumer = partial(Resumer, self._ranks, self._roots, check=check, part=part)
         if url is not None:
             select = partial(select_url, self._roots, url, step)
             return resumer(selected=redacted_url(url), select=select).run(load_from)

@@ -66,7 +66,9 @@ class Mirror:
             return False
         if copied is None or copied.info is None:
             return True
-        is_same = copied.status == "foreign" or copied.save_id == state.save_id
+        # The mirror keeps what was dropped here until its own policy drops it there.
+        whole_id = None if state.info is None else state.info.part.get("of")
+        is_same = copied.status == "foreign" or copied.save_id in {state.save_id, whole_id}
         return not is_same and begun_s(copied.info) <= begun_s(state.info)
 
     def fill(self, job: Deadline) -> bool:

@@ -58,6 +58,7 @@ def answer(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
 FREE = {
     *("ls checkpoints.metrics.", "show metrics.", "cat values.", "cp failed_exports."),
     *("consolidate ties.", "prune skipped.", "prune failed."),
+    *("ls checkpoints.part.", "show part."),
 }
 """Objects whose keys are names: of metrics, of values."""
 
