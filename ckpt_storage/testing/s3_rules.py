@@ -64,6 +64,8 @@ class ServiceRules:
         quotes is equal. "never-equal": If-Match is refused always, and If-None-Match ignored. With
         both a DELETE ignores it.
     range_status: HTTP status of the answer to a ranged read.
+    streams_parts: each part goes to a backend at once: none is replaced by another or made from a
+        source, and a bucket without open uploads is answered as a missing upload.
     customer_key: objects are encrypted with a key that each request brings.
     wrong_byte: the first answer with bytes of each key has a wrong one.
     """
@@ -78,6 +80,7 @@ class ServiceRules:
     object_lock: bool = False
     conditions: Literal["honoured", "no-if-match", "bare", "never-equal", "refused"] = "honoured"
     range_status: int = 206
+    streams_parts: bool = False
     customer_key: bool = False
     wrong_byte: bool = False
 
@@ -255,8 +258,11 @@ PROFILES: Mapping[Profile, ServiceRules] = MappingProxyType(
         "ceph-versioned": ServiceRules(conditions="never-equal"),
         # As OpenStack Swift's s3api 2.30 answers.
         "swift": ServiceRules(conditions="refused"),
-        # As `rclone serve s3` answers a range: the right bytes and Content-Range, status 200.
-        "rclone": ServiceRules(range_status=200),
+        # As `rclone serve s3` 1.75 answers. A range: the right bytes and Content-Range, status 200.
+        # UploadPartCopy: as a part of no bytes. Other bytes for a part that it has: 501, "part 1
+        # has already been streamed to the backend and cannot be replaced with different contents".
+        # ListMultipartUploads where none is open: 404 NoSuchUpload.
+        "rclone": ServiceRules(range_status=200, streams_parts=True),
     }
 )
 

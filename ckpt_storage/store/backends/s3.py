@@ -249,10 +249,10 @@ class S3Backend(CloudBackend):
         asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
         asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
+        answer = self._send("upload_part_copy", **asked).get("CopyPartResult", {})
         if "ETag" not in answer:
-            # Without it the upload cannot be completed.
-            what = f"The server's answer to the copy of a part of {path} has no ETag."
+            # The server passed over the header with the source, and holds an empty part.
+            what = f"The server's answer to the copy of a part of {path} has no ETag of a copy."
             raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
@@ -279,7 +279,13 @@ class S3Backend(CloudBackend):
         # Directory buckets know only prefixes that end in a slash.
         asked = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
-            page = self._send("list_multipart_uploads", **asked)
+            try:
+                page = self._send("list_multipart_uploads", **asked)
+            except Exception as error:
+                # As some servers answer where no upload is open.
+                if _code_of(error) != "NoSuchUpload":
+                    raise
+                return
             for item in page.get("Uploads", ()):
                 yield OpenUpload(path=self._path(item["Key"]), token=item["UploadId"])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
