@@ -214,7 +214,10 @@ class S3Objects:
         """Raise unless the conditions hold for what is there."""
         match, absent = request.headers.get(f"{prefix}if-match"), None
         if not prefix:
-            match, absent = self._service.conditions_of(request.op, request.headers)
+            in_parts = found is not None and "-" in found.etag
+            match, absent = self._service.conditions_of(
+                request.op, request.headers, in_parts=in_parts
+            )
         if self.ignore_preconditions or match is absent is None:
             return
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):

@@ -62,7 +62,8 @@ class ServiceRules:
     object_lock: what is written bears a checksum; what is deleted stays below a marker.
     conditions: how a write honours If-None-Match and If-Match. "bare": only the ETag without its
         quotes is equal. "never-equal": If-Match is refused always, and If-None-Match ignored. With
-        both a DELETE ignores it.
+        both a DELETE ignores it. "refused": writes have no conditions, and a DELETE compares an
+        object in parts with an ETag that is told nowhere.
     range_status: HTTP status of the answer to a ranged read.
     streams_parts: each part goes to a backend at once: none is replaced by another or made from a
         source, and a bucket without open uploads is answered as a missing upload.
@@ -102,7 +103,8 @@ class ServiceRules:
         is_whole = headers.get("x-amz-checksum-type") == "FULL_OBJECT"
         if is_whole and not self.full_object_crcs:
             return _not_implemented("a CRC32C of the whole object")
-        if self.conditions == "refused" and op not in _READS and _CONDITIONS & headers.keys():
+        has_condition = op in _WRITES and bool(_CONDITIONS & headers.keys())
+        if self.conditions == "refused" and has_condition:
             return _not_implemented("a condition of a write")
         flaws = (
             _directory_flaw(op, query, headers) if self.directory_bucket else None,
@@ -111,9 +113,16 @@ class ServiceRules:
         )
         return next(filter(None, flaws), None)
 
-    def conditions_of(self, op: str, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-        """Return the ETag that must be there, and "*" if nothing may, as the service sees them."""
+    def conditions_of(
+        self, op: str, headers: Mapping[str, str], *, in_parts: bool
+    ) -> tuple[str | None, str | None]:
+        """Return the ETag that must be there, and "*" if nothing may, as the service sees them.
+
+        in_parts: what is there was uploaded in parts.
+        """
         match, absent = headers.get("if-match"), headers.get("if-none-match")
+        if op == "delete" and self.conditions == "refused" and in_parts:
+            return match and "never", absent
         if op not in _WRITES | {"delete"} or self.conditions in {"honoured", "refused"}:
             return match, absent
         if op == "delete" and self.conditions != "no-if-match":
