@@ -152,7 +152,7 @@ class ReportTable:
             boxes.append(unpacked(report.boxes))
             first_box.append(first_box[-1] + len(boxes[-1][0]))
         self._first_box = np.array(first_box, dtype=np.int64)
-        self._ndim, self._numbers = (np.concatenate(column) for column in zip(*boxes, strict=True))
+        self._ndim, self._edges = (np.concatenate(column) for column in zip(*boxes, strict=True))
         self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
         tensor = np.concatenate(tensors)
         # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
@@ -206,11 +206,11 @@ class ReportTable:
         shape = self._planned.tensors[fqn]
         for at in np.flatnonzero(self._ndim[rows] != len(shape))[:1]:
             box, count = self._at[rows[at]], self._ndim[rows[at]]
-            numbers = self._numbers[box : box + 2 * count].tolist()
+            numbers = self._edges[box : box + 2 * count].tolist()
             raise outside(
                 fqn, shape, Box(tuple(numbers[:count]), tuple(numbers[count:])), owners[at]
             )
-        return owners, self._numbers[self._at[rows][:, None] + np.arange(2 * len(shape))]
+        return owners, self._edges[self._at[rows][:, None] + np.arange(2 * len(shape))]
 
 
 def incomplete(what: str, fqn: str) -> IntegrityError:
