@@ -131,10 +131,12 @@ def commit(
     stock: FileRef | None,
     stock_entries: int | None = None,
     user: Mapping[str, Any] = MappingProxyType({}),
+    stats: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
-    Coordinator only, once all that `manifest` names is durable; `user` goes into the record.
+    Coordinator only, once all that `manifest` names is durable; `user` and `stats` go into the
+    record.
     Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (nobody can know it).
@@ -161,6 +163,7 @@ def commit(
             stock_entries=stock_entries,
             previous=ticket.previous,
             user=user,
+            stats=stats,
         )
         if is_ours:
             return holder

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +21,13 @@ from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.observe.outcome import Outcome
+from ckpt_storage.observe.report import report as report_outcome
+from ckpt_storage.observe.stats import OperationStats, RankTiming
+from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import (
     PageCache,
+    Phase,
     Progress,
     Replicas,
     RetryPolicy,
@@ -49,6 +53,7 @@ class _ThreadState(threading.local):
     is_reset_consumed = False
     save_id: str | None = None
     session: SaveSession | None = None
+    timeline = Timeline()
     nonce = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,6 +65,7 @@ class _RankResult:
     """What a rank returns to the coordinator: its report, a sample of its replicated values."""
 
     report: RankReport
+    timing: RankTiming
     sample: ReplicaSample | None
     digest: bytes
 
@@ -197,11 +203,17 @@ class CheckpointStorageWriter(StorageWriter):
             )
         state, options, group = self._state, self._options, self._process_group
         checkpoint_id, state.pending, state.is_reset_consumed = state.pending, None, False
+        timeline = state.timeline = Timeline()
+
+        def begin(phase: Phase) -> Deadline:
+            timeline.begin(phase)
+            return Deadline.of(options.timeouts, phase)
+
         state.session = SaveSession(
             self._path,
             options,
             rank_of_call(kwargs),
-            partial(Deadline.of, options.timeouts),
+            begin,
             is_coordinator=is_coordinator,
             checkpoint_id=checkpoint_id,
             global_ranks=None if group is None else dist.get_process_group_ranks(group),
@@ -300,11 +312,15 @@ class CheckpointStorageWriter(StorageWriter):
         state.save_id = ticket.save_id
         if not session.is_coordinator:
             state.session = None  # its `finish` is on the coordinator
+        size_bytes = sum(file.size_bytes for file in report.files)
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
-            size_in_bytes=sum(file.size_bytes for file in report.files),
+            size_in_bytes=size_bytes,
             storage_data=_RankResult(
                 report=report,
+                timing=RankTiming(
+                    rank=session.rank, phase_s=state.timeline.phase_s(), done_bytes=size_bytes
+                ),
                 sample=sample.details() if sample else None,
                 digest=sample.digest if sample else b"",
             ),
@@ -327,8 +343,27 @@ class CheckpointStorageWriter(StorageWriter):
         digests = {result.digest for result in by_rank if result}
         if len(samples) == len(by_rank) and len(digests) > 1:
             session.settle_written(find_differences(samples))
-        session.finish(metadata, [None if each is None else each.report for each in by_rank])
+        timeline, timings = self._state.timeline, [each.timing for each in by_rank if each]
+        stats = OperationStats.of(timings, timeline.phase_s()) if timings else None
+        reports = [None if each is None else each.report for each in by_rank]
+        info = session.finish(metadata, reports, stats)
         self._state.session = None
+        timeline.end()
+        report_outcome(
+            Outcome(
+                kind="save",
+                url=info.url,
+                step=self._options.step,
+                save_id=info.save_id,
+                world_size=len(results),
+                is_coordinator=True,
+                coordinator_rank=session.rank,
+                timeline=timeline,
+                own=replace(timings[0], phase_s=timeline.phase_s()),
+                stats=info.stats,
+                error=None,
+            )
+        )
 
 
 def _rank_result(results: list[WriteResult]) -> _RankResult | None:

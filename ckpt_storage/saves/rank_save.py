@@ -20,6 +20,7 @@ from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .planning import (
@@ -202,11 +203,11 @@ class RankSave:
         assert local is not None and plan is not None and ticket is not None  # noqa: S101, PT018  # it has accepted
         return self._pack(self._session.write(ticket, plan, local.items, local.ties))
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
         """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
         assert self._metadata is not None  # noqa: S101  # it has decided
         opened: list[RankReport | None] = [_unpacked(report) for report in reports]
-        return self._session.finish(self._metadata, opened)
+        return self._session.finish(self._metadata, opened, stats)
 
     def close(self) -> None:
         """Do nothing: the steps run in the caller's process."""

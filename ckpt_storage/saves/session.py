@@ -35,10 +35,8 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
-from ckpt_storage.options import (
-    Phase,
-    RetryPolicy,
-)
+from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.options import Phase, RetryPolicy
 from ckpt_storage.progress import reporting
 from ckpt_storage.store import endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -168,7 +166,7 @@ class SaveSession:
                 previous.save_id,
                 ticket.save_id,
             )
-        log.info("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
+        log.debug("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
         with_places = self.options.is_stock_wanted(item_count)
         return replace(ticket, world_size=world_size, with_places=with_places)
 
@@ -291,10 +289,16 @@ class SaveSession:
                 more,
             )
 
-    def finish(self, metadata: Metadata, reports: Sequence[RankReport | None]) -> CheckpointInfo:
+    def finish(
+        self,
+        metadata: Metadata,
+        reports: Sequence[RankReport | None],
+        stats: OperationStats | None,
+    ) -> CheckpointInfo:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
+        `reports[i]` is what rank i's `write` returned; `stats` are recorded. Raises as
+        `CheckpointStorageWriter.finish`.
         """
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
         assert ticket is not None  # noqa: S101  # it has written its files
@@ -306,6 +310,7 @@ class SaveSession:
                     metadata=metadata,
                     reports=reports,
                     user=options.user,
+                    stats=stats,
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):
