@@ -113,7 +113,7 @@ def commit_save(
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
     if stats is not None:
-        file_bytes = sum(file.size_bytes for report in found for file in report.files)
+        file_bytes = sum(file.size_bytes for report in checked for file in report.files)
         stats = dataclasses.replace(stats, total_bytes=file_bytes)
     record = commit(
         store,
@@ -241,6 +241,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         blobs=table.blobs,
         planner_data=planned.planner_data,
         files=[(ref, report.rank) for report in reports for ref in report.files],
+        groups=[group for report in reports for group in report.groups],
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],

@@ -37,7 +37,8 @@ class SaveTicket:
     """The coordinator's permission to write one save attempt; sent to every rank.
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
-    commit aims at the next slot. With `with_places` ranks report where their items lie.
+    commit aims at the next slot. With `with_places` ranks report where their items lie. Each of
+    `groups`, patterns of names, has files of its own.
     """
 
     save_id: str
@@ -46,6 +47,7 @@ class SaveTicket:
     began_s: float
     world_size: int = 1
     with_places: bool = True
+    groups: tuple[str, ...] = ()
 
 
 def begin(
