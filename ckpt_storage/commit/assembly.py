@@ -36,6 +36,7 @@ from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import Counts, FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -60,14 +61,16 @@ def commit_save(
     metadata: Metadata,
     reports: Sequence[RankReport | None],
     user: Mapping[str, Any],
+    stats: OperationStats | None = None,
     must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. Raises
-    `IntegrityError`, `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
-    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
-    Superseded files that cannot be deleted are left to the next save.
+    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. `stats` are recorded
+    with the bytes of the files that the reports name. Raises `IntegrityError`, `RankFailedError`,
+    `StorageError`, `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless
+    `must_publish` is False `NotPublishedError` (committed). Superseded files that cannot be deleted
+    are left to the next save.
     """
     save_id = ticket.save_id
     checked = check_reports(reports, ticket)
@@ -109,10 +112,19 @@ def commit_save(
     documents = {stock.path: stock_bytes, path: document}
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
+    if stats is not None:
+        file_bytes = sum(file.size_bytes for report in checked for file in report.files)
+        stats = dataclasses.replace(stats, total_bytes=file_bytes)
     record = commit(
-        store, ticket, manifest=ref, stock=stock, stock_entries=stock_entries, user=user
+        store,
+        ticket,
+        manifest=ref,
+        stock=stock,
+        stock_entries=stock_entries,
+        user=user,
+        stats={} if stats is None else stats.as_json(),
     )
-    log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
+    log.debug("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     publish = partial(publishing.publish_head, store, own=record, own_stock=stock_bytes)
     if not publishing.publish_commit(store, record, publish, is_needed=must_publish):
         return record
@@ -229,6 +241,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         blobs=table.blobs,
         planner_data=planned.planner_data,
         files=[(ref, report.rank) for report in reports for ref in report.files],
+        groups=[group for report in reports for group in report.groups],
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],

@@ -37,7 +37,8 @@ class SaveTicket:
     """The coordinator's permission to write one save attempt; sent to every rank.
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
-    commit aims at the next slot. With `with_places` ranks report where their items lie.
+    commit aims at the next slot. With `with_places` ranks report where their items lie. Each of
+    `groups`, patterns of names, has files of its own.
     """
 
     save_id: str
@@ -46,6 +47,7 @@ class SaveTicket:
     began_s: float
     world_size: int = 1
     with_places: bool = True
+    groups: tuple[str, ...] = ()
 
 
 def begin(
@@ -131,10 +133,12 @@ def commit(
     stock: FileRef | None,
     stock_entries: int | None = None,
     user: Mapping[str, Any] = MappingProxyType({}),
+    stats: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
-    Coordinator only, once all that `manifest` names is durable; `user` goes into the record.
+    Coordinator only, once all that `manifest` names is durable; `user` and `stats` go into the
+    record.
     Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (nobody can know it).
@@ -161,6 +165,7 @@ def commit(
             stock_entries=stock_entries,
             previous=ticket.previous,
             user=user,
+            stats=stats,
         )
         if is_ours:
             return holder

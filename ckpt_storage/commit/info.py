@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.observe.stats import OperationStats
 
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
@@ -30,6 +31,7 @@ class CheckpointInfo:
     clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
+    `stats` are those of the save until its commit began, None where the record has none.
     `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
     format "unreadable" could not be read.
     """
@@ -44,6 +46,7 @@ class CheckpointInfo:
     stock_metadata: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    stats: OperationStats | None = None
     problem: str | None = None
 
     @classmethod
@@ -60,6 +63,7 @@ class CheckpointInfo:
             stock_metadata=record.stock is not None and record.stock_entries != 0,
             step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),
+            stats=OperationStats.from_json(record.stats),
         )
 
 

@@ -43,6 +43,7 @@ class Planned:
 class RankReport:
     """The report of one rank: its document, its files, and what is in them.
 
+    `groups` has the group of each file, "" for none, or is () if there are none.
     `unpacked` gives of `pattern`: FQNs, and rows of all items: FQN, dtype (-1: blob), box (-1:
     blob). It is alike on ranks that hold the same tensors. Of `boxes`: the number of dimensions of
     each, and offsets, then sizes, of each in turn. Of `places`, which are there if the coordinator
@@ -57,6 +58,7 @@ class RankReport:
     host: str
     ref: FileRef
     files: Sequence[FileRef]
+    groups: Sequence[str]
     item_count: int
     pattern: bytes
     boxes: bytes
@@ -72,6 +74,7 @@ class RankReport:
         *,
         with_places: bool,
         ties: Mapping[str, str] = MappingProxyType({}),
+        groups: Sequence[str] = (),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says."""
         files, boxes = manifest.files, manifest.boxes
@@ -93,6 +96,7 @@ class RankReport:
             host=manifest.host,
             ref=ref,
             files=[file.ref() for file in files],
+            groups=tuple(groups),
             item_count=len(numbers),
             pattern=_packed((list(manifest.fqns), np.array(rows, dtype=np.int32))),
             boxes=_packed((np.array(ndims, dtype=np.int64), np.array(numbers, dtype=np.int64))),

@@ -93,6 +93,10 @@ class FileWriter:
         files: Mapping[int, FileRef] = {}
         try:
             self._fill()
+            moved = self._result.moved
+            self._result.timing = replace(
+                self._operation.timing(), done_bytes=moved["sent_bytes"] + moved["copied_bytes"]
+            )
             results = self._operation.gather(self._result)
             if self._operation.is_coordinator:
                 files = self._finish(results)
@@ -101,7 +105,9 @@ class FileWriter:
             raise
         written = {at for one in results for at in one.spans}
         kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
-        return WriteSummary(files=files, results=results, kept=kept)
+        timings = [one.timing for one in results if one.timing is not None]
+        stats = self._operation.stats_of(timings) if timings else None
+        return WriteSummary(files=files, results=results, kept=kept, stats=stats)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):

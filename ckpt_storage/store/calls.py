@@ -167,6 +167,8 @@ class Calls:
             # Kept no longer than this, since its traceback holds the caller's buffers.
             del failure
             attempt += 1
+            for deadline in self._deadlines[-1:]:
+                deadline.watch.retried()
 
     def _once(
         self,

@@ -296,6 +296,7 @@ class _ExplainingBackend(MemoryBackend):
         raise RuntimeError(f"error 1205 at {path}")
 
     def explain(self, error: BaseException) -> StorageError | None:
+        del error
         if isinstance(self.meaning, StorageError):
             return self.meaning
         raise self.meaning
