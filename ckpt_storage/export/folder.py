@@ -93,7 +93,7 @@ class Folder(Export[R]):
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {one.file.path for one in sealed.values()}
-            abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
+            abort_uploads(store, "", lambda path: path not in kept and self.may_end(_file_of(path)))
         return ResumeState(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
@@ -497,6 +497,11 @@ def remove_exports(store: Store) -> list[str]:
     return [left for path in paths if path not in own for left in _remove(store, path[:-1])]
 
 
+def _file_of(path: str) -> str:
+    """Return the file for which an upload was begun, also if that was to try a copy beside it."""
+    return path.partition(names.PROBE_PREFIX)[0]
+
+
 def _remove(store: Store, folder: str) -> list[str]:
     paths = _below(store, folder)
     if not any(path.startswith(f"{DOCUMENTS}/") for path in paths):
@@ -507,7 +512,7 @@ def _remove(store: Store, folder: str) -> list[str]:
     others: list[str] = []
 
     def is_ours(path: str) -> bool:
-        is_known = exports.is_output_file(path.removeprefix(f"{folder}/"))
+        is_known = exports.is_output_file(_file_of(path).removeprefix(f"{folder}/"))
         others.extend(() if is_known else (path,))
         return is_known
 
