@@ -23,6 +23,7 @@ class Mutant:
 
 
 _ALONE = "tests/api/test_consolidate_alone.py"
+_BOUNDS = "tests/api/test_convert_bounds.py"
 _CASTS = "tests/api/test_casts.py"
 _CLI = "tests/api/test_cli.py"
 _COMMIT = "tests/protocol/test_commit.py"
@@ -1219,22 +1220,27 @@ _EXPORT_MUTANTS = [
         [_REPLACED],
     ),
     Mutant(
-        "export/folder.py", "if now is None or now.run_id != run_id:", "if now is None:", [_PRUNE]
+        "export/folder.py",
+        "if now is None or now.run_id != run_id:",
+        "if now is None:",
+        [
+            "tests/faults/test_prune_attack.py::test_an_export_that_begins_while_one_is_removed_stays"
+        ],
     ),
     Mutant(
         "export/folder.py",
         "not (is_resumed or is_remains or self.spec.overwrite):",
         "not (is_resumed or self.spec.overwrite):",
-        [_COPY],
+        ["tests/api/test_convert_failures.py::test_another_conversion_keeps_nothing"],
     ),
     Mutant(
-        "export/torchfile.py", "if size_bytes > info.file_size:", "if size_bytes < 0:", [_CONVERT]
+        "export/torchfile.py", "if size_bytes > info.file_size:", "if size_bytes < 0:", [_BOUNDS]
     ),
     Mutant(
         "export/torchfile.py",
         "or info.file_size != info.compress_size:",
         "or info.file_size < 0:",
-        [_CONVERT],
+        [_BOUNDS],
     ),
     Mutant(
         "export/torchfile.py",
@@ -1252,7 +1258,7 @@ _EXPORT_MUTANTS = [
         "export/torchsave.py",
         "            self.check_unchanged()\n",
         "            _ = self.check_unchanged\n",
-        [_CONVERT, "tests/api/test_convert_failures.py"],
+        [f"{_REPLACED}::test_a_torch_file_of_two_saves_is_not_written"],
     ),
     Mutant(
         "export/select.py",
@@ -1265,7 +1271,7 @@ _EXPORT_MUTANTS = [
         "export/select.py",
         "if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:",
         "if None in crcs:",
-        [_ALONE],
+        [_CONSOLIDATION],
     ),
     Mutant(
         "export/copy.py",
@@ -1296,6 +1302,24 @@ _EXPORT_MUTANTS = [
         'if target.url == source.url or f"{target.url}/".startswith(own):',
         "if target.url == source.url:",
         [f"{_ALONE}::test_what_can_be_no_output_is_refused"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "if self._needs_guard or GUARD_NAME in here:",
+        "if self._needs_guard:",
+        [f"{_OVERTAKEN}::test_the_guard_of_a_removal_does_not_outlive_an_export"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            store.delete(sorted(indexes.intersection(here)))\n",
+        "",
+        ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/layout.py",
+        "if pattern == ADAPTER_PATTERN and len(groups) > 1:",
+        "if len(groups) < 0:",
+        ["tests/api/test_export_files.py"],
     ),
 ]
 

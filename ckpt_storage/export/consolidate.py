@@ -111,6 +111,7 @@ def consolidate(  # the public surface, all keyword-only
     timeout: float | timedelta | Timeouts | None = None,
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
+    filename_pattern: str | None = None,
     dtype: object | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     include: Selection | None = None,
@@ -143,6 +144,7 @@ def consolidate(  # the public surface, all keyword-only
             whole takes.
         max_file_bytes: as for `ConsolidateOptions`, like all up to `memory_limit_bytes`.
         fqn_to_index_mapping: which file each tensor goes into.
+        filename_pattern: names of the weight files, for PEFT and diffusers.
         dtype: what to cast floating-point tensors to.
         rename: names in the weight files.
         include: which tensors go out, instead of the model's.
@@ -177,6 +179,7 @@ def consolidate(  # the public surface, all keyword-only
         options = ConsolidateOptions(
             max_file_bytes=max_file_bytes,
             fqn_to_index_mapping=fqn_to_index_mapping,
+            filename_pattern=filename_pattern,
             dtype=dtype,
             rename=rename,
             include=include,

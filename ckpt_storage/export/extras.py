@@ -8,8 +8,8 @@ from contextlib import closing
 from functools import partial
 
 from ckpt_storage.errors import InvalidInputError, UnsafeContentError
-from ckpt_storage.format.exports import DOCUMENTS
-from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, checked_path, path_flaw
+from ckpt_storage.format.exports import DOCUMENTS, LIBRARY_INDEXES
+from ckpt_storage.format.names import PROBE_PREFIX, checked_path, path_flaw
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.transfer.ranges import RangeReader
@@ -63,7 +63,7 @@ def name_flaw(name: str) -> str | None:
     """Return why a file beside weights may not have a name, None if it may."""
     if flaw := path_flaw(name):
         return flaw
-    is_own = name == INDEX_NAME or name.lower().endswith(".safetensors")
+    is_own = name in LIBRARY_INDEXES or name.lower().endswith(".safetensors")
     if is_own or name.startswith((f"{DOCUMENTS}/", PROBE_PREFIX)) or name == DOCUMENTS:
         return "an export names its own files so"
     return None

@@ -25,8 +25,8 @@ from ckpt_storage.format.exports import (
     GUARD,
     GUARD_NAME,
     HOLDER_PATH,
+    LIBRARY_INDEXES,
     NAMES_PATH,
-    SINGLE_NAME,
     Sealed,
 )
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
@@ -273,6 +273,13 @@ class ExportFolder(Folder[R]):
     def _own(self) -> frozenset[str]:
         return frozenset(file.name for file in self.plan.files)
 
+    @cached_property
+    def _library_index(self) -> str:
+        """Where the library that reads these files looks for their index; "" for a single file."""
+        indexes = (name for name in LIBRARY_INDEXES if len(self.plan.files) > 1)
+        stem = self.plan.files[0].name.partition("-")[0]
+        return next((name for name in indexes if name.partition(".")[0] == stem), "")
+
     @property
     def _needs_guard(self) -> bool:
         """Whether readers could mix files, or take some for all, while they are replaced."""
@@ -363,9 +370,9 @@ class ExportFolder(Folder[R]):
         if not self._needs_guard:
             return
         store.replace(GUARD_NAME, GUARD)
-        if SINGLE_NAME in self._before - self._own:
+        if singles := sorted(filter(exports.is_single_file, self._before - self._own)):
             try:
-                store.delete([SINGLE_NAME])
+                store.delete(singles)
             except errors.StorageError:
                 if GUARD_NAME not in self._before:
                     # The earlier export is whole.
@@ -392,6 +399,8 @@ class ExportFolder(Folder[R]):
         for name, data in self.extra_files.items():
             store.replace(name, data)
         store.replace(exports.export_path(plan.identity), record.encode())
+        if self._library_index not in {"", INDEX_NAME}:
+            store.replace(self._library_index, index)
         if self._index is None or self._index.data != index:
             self._put_index(index)
         self.collect()
@@ -426,7 +435,9 @@ class ExportFolder(Folder[R]):
         old = sorted(
             name for name in here if exports.is_weight_file(name) and name not in self._own
         )
+        indexes = LIBRARY_INDEXES - {INDEX_NAME, self._library_index}
         try:
+            store.delete(sorted(indexes.intersection(here)))
             store.delete(old)
             # A removal that ran beside this export may have put one, too.
             if self._needs_guard or GUARD_NAME in here:
@@ -513,12 +524,13 @@ def _remove(store: Store, folder: str) -> list[str]:
 
     abort_uploads(store, folder, is_ours)
     paths = _below(store, folder)
+    indexes = LIBRARY_INDEXES.intersection(paths)
     weights = {path for path in paths if exports.is_weight_file(path)}
     documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
     guard = {GUARD_NAME} if weights or GUARD_NAME in paths else set()
     is_guarded = False
     for step in (
-        {INDEX_NAME}.intersection(paths),
+        indexes,
         weights,
         guard,
         documents - {NAMES_PATH, HOLDER_PATH},
@@ -536,9 +548,7 @@ def _remove(store: Store, folder: str) -> list[str]:
                 is_guarded = True
             store.delete([f"{folder}/{path}" for path in sorted(step)])
     left = [
-        f"{folder}/{path}"
-        for path in paths
-        if path not in {INDEX_NAME, *guard, *weights, *documents}
+        f"{folder}/{path}" for path in paths if path not in {*indexes, *guard, *weights, *documents}
     ]
     # Where folders are more than a prefix.
     for empty in (folder, f"{folder}/{DOCUMENTS}"):

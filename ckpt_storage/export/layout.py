@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.exports import SINGLE_NAME
+from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
@@ -28,10 +28,11 @@ from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Source
 
+from .extras import named_files
 from .options import ConsolidateOptions
 from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
-from .select import Selected, Skipped, choose_model
+from .select import FILES_PREFIX, Selected, Skipped, choose_model
 from .write import joined
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ T = TypeVar("T")
 
 Files = tuple[OutFile, ...]
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_EXTENSION = ".safetensors"
+
 DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
 
@@ -48,17 +52,31 @@ DATA_ALIGN_BYTES = 64
 def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, tuple[Skipped, ...]]:
     """Return the weight files of a consolidation, as in an empty folder, and what is in none."""
     tensors, skipped = choose_model(source, options)
-    if options.fqn_to_index_mapping is None:
-        groups = split_by_size(tensors, options.file_limit_bytes)
-    else:
+    pattern = options.filename_pattern or _default_pattern(skipped, options)
+    if options.fqn_to_index_mapping is not None:
         groups = _split_by_index(tensors, options.fqn_to_index_mapping)
-    return _weight_files(groups), skipped
+    elif pattern == ADAPTER_PATTERN:
+        groups = [tensors]
+    else:
+        groups = split_by_size(tensors, options.file_limit_bytes)
+    if pattern == ADAPTER_PATTERN and len(groups) > 1:
+        what = f"fqn_to_index_mapping makes {len(groups)} files; PEFT reads an adapter of one file."
+        step = 'Pass filename_pattern="model{suffix}.safetensors", or one number for all.'
+        raise InvalidInputError(what, next_step=step)
+    return _weight_files(groups, pattern), skipped
+
+
+def _default_pattern(skipped: Sequence[Skipped], options: ConsolidateOptions) -> str:
+    """Return the file names of an adapter where the configuration of one lies beside it."""
+    files = {one.fqn.removeprefix(FILES_PREFIX) for one in skipped if one.reason == "file"}
+    files |= named_files(options.extra_files).keys()
+    return ADAPTER_PATTERN if _ADAPTER_CONFIG in files else MODEL_PATTERN
 
 
 def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return weight files of all `tensors` under their FQNs, in order."""
     groups = split_by_size(itertools.starmap(elements_of, tensors.items()), max_file_bytes)
-    return _weight_files(groups or [[]])
+    return _weight_files(groups or [[]], MODEL_PATTERN)
 
 
 def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
@@ -85,17 +103,14 @@ def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) ->
 
 
 def with_suffix(files: Sequence[OutFile], suffix: str) -> Files:
-    """Return weight files as Hugging Face names them; several of a re-export have a suffix.
+    """Return several weight files with a suffix in their names, as those of a re-export have.
 
     A single file has no suffix: libraries that look for `model.safetensors` would pass over it.
     """
-    count, tail = len(files), f"-{suffix}" if suffix else ""
-    names = [
-        f"model-{number:05d}-of-{count:05d}{tail}.safetensors" for number in range(1, count + 1)
-    ]
-    if count == 1:
-        names = [SINGLE_NAME]
-    return tuple(replace(file, name=name) for file, name in zip(files, names, strict=True))
+    end = f"-{suffix}{_EXTENSION}"
+    if len(files) == 1 or not suffix or files[0].name.endswith(end):
+        return tuple(files)
+    return tuple(replace(one, name=one.name.removesuffix(_EXTENSION) + end) for one in files)
 
 
 def index_document(
@@ -127,8 +142,12 @@ def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> li
     return [groups[number] for number in sorted(groups)]
 
 
-def _weight_files(groups: Sequence[Sequence[Elements]]) -> Files:
-    return with_suffix([_weight_file("", group, {}) for group in groups], "")
+def _weight_files(groups: Sequence[Sequence[Elements]], pattern: str) -> Files:
+    """Return weight files as Hugging Face's libraries name them."""
+    count = len(groups)
+    suffixes = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)]
+    names = [pattern.format(suffix=suffix if count > 1 else "") for suffix in suffixes]
+    return tuple(_weight_file(name, group, {}) for name, group in zip(names, groups, strict=True))
 
 
 def _weight_file(name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]) -> OutFile:

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.options import MIB, PageCache, check_choice
 from ckpt_storage.source.renaming import RENAME_WANTED, Rename, is_rename
 from ckpt_storage.store import Location, endpoint_of
@@ -33,6 +34,7 @@ CASTABLE = ("bfloat16", "float16", "float32", "float64")
 WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
+    "filename_pattern": f"one of {', '.join(PATTERNS)}",
     "dtype": f"one of {', '.join(CASTABLE)}, or a mapping from patterns to these. To quantise, use "
     "a tool that writes the scales too",
     "rename": RENAME_WANTED,
@@ -57,6 +59,10 @@ class ConsolidateOptions:
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
         FQNs. Every tensor that goes out needs one.
+    filename_pattern: names of the weight files: `model{suffix}.safetensors`, PEFT's
+        `adapter_model{suffix}.safetensors` (always one file) or diffusers'
+        `diffusion_pytorch_model{suffix}.safetensors`. None: PEFT's if `adapter_config.json` lies
+        beside the weights, else the first.
     dtype: what to cast to, as a `torch.dtype` or its name; or a mapping to these from FQNs, names
         in the weight files and glob patterns, such as `{"*.router.*": "float32", "*": "bfloat16"}`,
         of which the first that matches counts. Only tensors of float64, float32, float16 and
@@ -86,6 +92,7 @@ class ConsolidateOptions:
 
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES
     fqn_to_index_mapping: Mapping[str, int] | None = None
+    filename_pattern: str | None = None
     dtype: object | None = None
     rename: Rename | None = None
     include: Selection | None = None
@@ -103,6 +110,7 @@ class ConsolidateOptions:
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
             "fqn_to_index_mapping": index is None
             or (bool(index) and _maps(index, int) and min(index.values()) > 0),
+            "filename_pattern": self.filename_pattern in (None, *PATTERNS),
             "dtype": all(dtype in CASTABLE for dtype in self.casts.values()),
             "rename": is_rename(self.rename),
             "include": _is_selection(self.include),
