@@ -1220,7 +1220,7 @@ _EXPORT_MUTANTS = [
         [_REPLACED],
     ),
     Mutant(
-        "export/folder.py",
+        "export/removal.py",
         "if now is None or now.run_id != run_id:",
         "if now is None:",
         [

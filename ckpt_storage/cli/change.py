@@ -17,7 +17,7 @@ from ckpt_storage.export.consolidate import consolidate as consolidation
 from ckpt_storage.export.conversion import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
-from ckpt_storage.export.folder import find_exports
+from ckpt_storage.export.removal import find_exports
 from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete

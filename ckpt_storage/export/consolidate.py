@@ -191,8 +191,8 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        found = ConsolidateSpec.of(Location.of(url, storage_options), options)
-        return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
+        spec = ConsolidateSpec.of(Location.of(url, storage_options), options)
+        return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
     return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
@@ -255,32 +255,32 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         # It may be the head or not any more.
         record = read_slot(self.context.source, slot)
         if record is None or record.type != "commit":
-            told, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
-            raise CheckpointNotFoundError(told, path=url, phase="plan", next_step=step)
-        found = SourceVersion(record=record)
-        self.open(found)
-        return found
+            what, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
+            raise CheckpointNotFoundError(what, path=url, phase="plan", next_step=step)
+        version = SourceVersion(record=record)
+        self.open(version)
+        return version
 
     def content(self) -> object:
         return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Files:
         files, self.skipped = lay_out_model(self.source, self.spec.options)
-        self.ties = {one.fqn: one.target for one in self.skipped if one.target is not None}
+        self.ties = {value.fqn: value.target for value in self.skipped if value.target is not None}
         return files
 
     def take(self) -> ResumeState:
         check_ties(self.source, self.ties)
-        entries = [one.fqn for one in self.skipped if one.reason == "file"]
-        given = self.spec.options.extra_files
-        self.extra_files = read_extra_files(self.context, self.source, entries, given)
+        entries = [value.fqn for value in self.skipped if value.reason == "file"]
+        extra_files = self.spec.options.extra_files
+        self.extra_files = read_extra_files(self.context, self.source, entries, extra_files)
         return super().take()
 
     def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
         spec, plan = self.spec, self.plan
         writers: dict[int, list[int]] = {}
-        for rank, one in enumerate(made.results):
-            for at in one.spans:
+        for rank, result in enumerate(made.results):
+            for at in result.spans:
                 writers.setdefault(at, []).append(rank)
         files = [
             ConsolidatedFile(
@@ -304,7 +304,7 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             **made.moved,
             rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
             dropped_prefixes=dropped_prefixes(
-                (one.fqn, one.name) for file in plan.files for one in file.elements
+                (tensor.fqn, tensor.name) for file in plan.files for tensor in file.elements
             ),
             skipped=self.skipped,
             ties=self.ties,

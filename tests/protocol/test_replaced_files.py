@@ -174,8 +174,8 @@ def test_a_torch_file_of_two_saves_is_not_written(
 ) -> None:
     """The source is looked at once more when all is read; the file is not there before that."""
     source, target = tmp_path / "source", tmp_path / "model.pt"
-    many_files(source, 1)
-    again = _once(lambda: many_files(source, 2))
+    stock(source, {"a": 1})
+    again = _once(lambda: stock(source, {"a": 2}))
     run = ranges.RangeReader.run
 
     def read_then_save(*arguments: Any, **options: Any) -> None:
