@@ -599,7 +599,7 @@ _STORE_MUTANTS = [
         "if len(self._refreshed) == seen_count:",
         "if len(self._refreshed) >= seen_count:",
         [
-            f"{_RETRY}::test_expired_credentials_are_refreshed_once",
+            f"{_RETRY}::test_threads_that_meet_expired_credentials_together_refresh_once",
             f"{_REMOTE}::test_expired_credentials_are_looked_up_again",
         ],
     ),
@@ -621,7 +621,12 @@ _STORE_MUTANTS = [
         'return "other"',
         [f"{_RETRY}::test_a_lost_answer_to_a_conditional_put_is_settled"],
     ),
-    Mutant("store/store.py", "if total_bytes >= stop:", "if total_bytes > stop:", [_REMOTE]),
+    Mutant(
+        "store/store.py",
+        "if total_bytes >= stop:",
+        "if total_bytes > stop:",
+        [f"{_RETRY}::test_a_response_cut_before_the_end_of_the_object_is_read_again"],
+    ),
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/store.py",
@@ -639,7 +644,7 @@ _STORE_MUTANTS = [
         "store/upload.py",
         'if self._state == "aborted" and self._is_owner:',
         'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing"],
+        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
@@ -663,7 +668,7 @@ _STORE_MUTANTS = [
         "store/deadline.py",
         "if is_late and self.remaining_s() < _CUT_S:",
         "if is_late:",
-        [_TRANSFER, _RETRY],
+        [f"{_RETRY}::test_the_timeout_of_a_request_is_not_called_that_of_its_phase"],
     ),
     Mutant(
         "store/deadline.py",
