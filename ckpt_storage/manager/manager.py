@@ -368,10 +368,10 @@ class CheckpointManager:
     def resume_info(self) -> CheckpointInfo | None:
         """Return the checkpoint that `restore` would try first; all ranks call, and get the same.
 
-        Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks.
+        Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks. Saves count
+        the call as a restore, because the caller may load that checkpoint.
         """
-        self._check_open()
-        self._meet()
+        self._begin_restore()
         return Resumer(self._ranks, self._roots).first()
 
     def restore(
@@ -411,10 +411,7 @@ class CheckpointManager:
         options = locals().copy()
         for name in ("self", "state", "step", "url", "check"):
             del options[name]
-        self._check_open()
-        # Counted before anything can fail, so that it is the same on every rank.
-        self._restore_count += 1
-        self._meet()
+        self._begin_restore()
         options |= {"process_group": self._process_group, "retry": self._retry}
         load_from = partial(load, state, timeout=self._timeouts, **options)
         resumer = partial(Resumer, self._ranks, self._roots, check=check)
@@ -425,6 +422,12 @@ class CheckpointManager:
             select = partial(select_step, self._roots, step)
             return resumer(selected=f"step {step}", select=select).run(load_from)
         return resumer().run(load_from)
+
+    def _begin_restore(self) -> None:
+        self._check_open()
+        # Counted before anything can fail, so that it is the same on every rank.
+        self._restore_count += 1
+        self._meet()
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: else different roots wait in vain."""
