@@ -401,9 +401,9 @@ _BACKGROUND_MUTANTS = [
         [_HANDLE],
     ),
     Mutant(
-        "background/handle.py",
-        "next(states, SaveState.FAILED) if info is None else SaveState.COMMITTED",
-        "next(states, SaveState.FAILED)",
+        "background/save_state.py",
+        "is not None:\n            return SaveState.COMMITTED",
+        "is None:\n            return SaveState.COMMITTED",
         [_HANDLE],
     ),
     Mutant("background/handle.py", "error = self._cancelled\n", "error = None\n", [_HANDLE]),

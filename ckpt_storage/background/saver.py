@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
@@ -30,7 +30,7 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.options import Chained, SaveOptions
-from ckpt_storage.store import anchored
+from ckpt_storage.store import anchored, redacted_url
 
 from .handle import SaveHandle, SaveStatus, check_process
 from .interpreter_exit import flush, flush_at_exit

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import kind_of
 from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.loads.sharing import ShareOrder, joined

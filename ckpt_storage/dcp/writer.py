@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,

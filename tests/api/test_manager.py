@@ -330,7 +330,7 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
 def test_the_identity_of_a_save_has_its_step_and_the_restores_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_background: bool
 ) -> None:
-    """Failed restores count, as all ranks begin them, and `resume_info`, which a load may follow."""
+    """`resume_info` and a restore that fails count: a load may follow, and all ranks begin it."""
     known: list[tuple[Any, Any]] = []
     make = SaveOptions.of
 
