@@ -484,8 +484,8 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/worker_save.py",
-        "                quiet_looks = 0\n",
-        "                quiet_looks += 0\n",
+        "                quiet_checks = 0\n",
+        "                quiet_checks += 0\n",
         [_WORKER],
     ),
 ]
@@ -1085,8 +1085,8 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_looks and self._is_worker_silent(rank):",
-        "> self._allowed_looks:",
+        "> self._allowed_misses and self._is_worker_silent(rank):",
+        "> self._allowed_misses:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(

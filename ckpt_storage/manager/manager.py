@@ -407,7 +407,7 @@ class CheckpointManager:
         self._has_met = True
 
     def delete(self, step: int) -> bool:
-        """Delete the checkpoint of a step, and its copy in the mirror; return if there was one.
+        """Delete the checkpoint of a step, and its copy in the mirror; return whether it existed.
 
         One rank calls it. Raises `CheckpointInProgressError` while this manager saves, loads or
         copies it, and what `ckpt_storage.delete` raises.
