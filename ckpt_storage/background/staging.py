@@ -45,7 +45,10 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class StagingJob:
-    """A rank's state in a save: planned when it is made, copied to `arena` by `run` or `start`."""
+    """A rank's state in a save: planned when it is made, copied to `arena` by `run` or `start`.
+
+    `start_s` and `end_s` are on the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class StagingJob:
         If `is_checked`, hash the tensors: a copy with another hash was made while something wrote
         to the tensor.
         """
+        self.start_s = self.end_s = time.monotonic()
         if not isinstance(state, Mapping):
             raise InvalidInputError(
                 f"The state is a {type(state).__qualname__}, not a dict.",
@@ -171,6 +175,7 @@ class StagingJob:
         finally:
             # Before a waiting thread continues: the trainer may need the memory of the sources.
             self._sources.clear()
+            self.end_s = time.monotonic()
             self._ended.set()
         return None
 

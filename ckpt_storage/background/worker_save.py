@@ -16,7 +16,8 @@ from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
-from ckpt_storage.options import Progress
+from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.options import Phase, Progress
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import Proposal
@@ -24,7 +25,15 @@ from ckpt_storage.saves.save import find_outcome, unknown_outcome
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.threads import halted
 
-from .messages import FinishCall, HeartbeatRequest, Response, SaveRequest, Step, StepCall
+from .messages import (
+    FinishCall,
+    HeartbeatRequest,
+    LogMessage,
+    Response,
+    SaveRequest,
+    Step,
+    StepCall,
+)
 from .worker_process import LOOK_S, START_S, WorkerGoneError, WorkerProcess
 
 log = logging.getLogger("ckpt_storage")
@@ -107,9 +116,9 @@ class WorkerSave:
         """Return the packed report of this rank."""
         return self._step("write")
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
         """Commit; return what was committed."""
-        info: CheckpointInfo = self._step("commit", reports)
+        info: CheckpointInfo = self._step("commit", reports, stats)
         return info
 
     def close(self) -> None:
@@ -126,9 +135,9 @@ class WorkerSave:
         except CheckpointError as error:
             log.warning("The %s did not end the save: %s", self._worker.name, error)
 
-    def _step(self, step: Step, argument: Any = None) -> Any:  # noqa: ANN401  # as the step's own
+    def _step(self, step: Step, *arguments: Any) -> Any:  # noqa: ANN401  # as the step's own
         try:
-            return self._call(StepCall(step=step, argument=argument))
+            return self._call(StepCall(step=step, arguments=arguments))
         except WorkerGoneError as gone:
             return self._resolve(gone)
 
@@ -206,10 +215,8 @@ class WorkerSave:
                 quiet_checks = 0
                 if isinstance(message, Response):
                     return message
-                if isinstance(message, CheckpointError):
-                    operation.failed(message)
-                elif not isinstance(message, RankProgress):
-                    operation.phase(message)
+                if not isinstance(message, RankProgress):
+                    self._take_notice(message)
                 elif (more_bytes := _add_progress(operation, message)) > 0:
                     show = show or stack.enter_context(
                         reporting(
@@ -222,6 +229,14 @@ class WorkerSave:
                         )
                     )
                     show(more_bytes)
+
+    def _take_notice(self, message: LogMessage | CheckpointError | Phase) -> None:
+        if isinstance(message, LogMessage):
+            log.log(message.level, "%s", message.text)
+        elif isinstance(message, CheckpointError):
+            self._operation.failed(message)
+        else:
+            self._operation.phase(message)
 
     def _error_of(self, gone: WorkerGoneError) -> RankFailedError:
         """Return the error that names the worker that is gone, and how it ended."""
@@ -255,6 +270,8 @@ def pack_options(options: SaveOptions) -> bytes:
 def _add_progress(operation: Operation, progress: RankProgress) -> int:
     """Count the progress of a worker as that of its rank; return the bytes that are new."""
     own = operation.heartbeats.own()
+    if progress.retry_count > own.retry_count:
+        operation.retried(progress.retry_count - own.retry_count)
     if progress.total_bytes:
         operation.expect(progress.total_bytes)
     more_bytes = progress.done_bytes - own.done_bytes

@@ -100,6 +100,7 @@ class RankProgress:
     done_bytes: int = 0
     total_bytes: int = 0
     done_files: int = 0
+    retry_count: int = 0
     idle_s: float = 0.0
     host: str = ""
     pid: int = 0
@@ -153,6 +154,11 @@ class Heartbeats:
             done_files = self._own.done_files + file_count
             self._own = replace(self._own, done_bytes=done_bytes, done_files=done_files)
             self._moved_s = time.monotonic()
+
+    def retried(self, count: int = 1) -> None:
+        """Note storage requests that this rank repeats."""
+        with self._lock:
+            self._own = replace(self._own, retry_count=self._own.retry_count + count)
 
     def own(self) -> RankProgress:
         """Return the progress of this rank."""

@@ -19,6 +19,7 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location, redacted_url
@@ -73,7 +74,7 @@ class ConsolidationReport:
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
     extra_files: names of files that were written beside the weights.
     removed: files of earlier exports and of runs that died that were deleted.
-    seconds: from the meeting of the ranks to the end.
+    seconds: from the meeting of the ranks to the end. stats: until all ranks had written.
     """
 
     source_url: str
@@ -95,6 +96,7 @@ class ConsolidationReport:
     extra_files: Sequence[str]
     removed: Sequence[str]
     seconds: float
+    stats: OperationStats | None = None
 
     @property
     def resumed(self) -> tuple[str, ...]:
@@ -307,4 +309,5 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             extra_files=tuple(sorted(self.extra_files)),
             removed=tuple(self.removed),
             seconds=seconds,
+            stats=made.stats,
         )

@@ -443,6 +443,7 @@ class _CopyOfOurs(_Copy):
             stock=stock,
             stock_entries=head.stock_entries,
             user=head.user,
+            stats=head.stats,
         )
         store = self.context.target
         return partial(publishing.publish_head, store, own=self.record, own_stock=stock_bytes)

@@ -17,6 +17,7 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, probe_path
+from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     DEFAULT_PART_BYTES,
@@ -179,6 +180,7 @@ class Result:
     moved: Counter[str] = field(default_factory=Counter)
     receipts: dict[int, list[UploadPart]] = field(default_factory=dict)
     sealed: dict[int, Sealed] = field(default_factory=dict)
+    timing: RankTiming | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ class WriteSummary:
     files: Mapping[int, FileRef]
     results: Sequence[Result]
     kept: frozenset[int]
+    stats: OperationStats | None = None
 
     @property
     def moved(self) -> dict[str, Any]:

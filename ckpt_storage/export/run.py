@@ -62,6 +62,7 @@ def run(operation: Operation, spec: ExportSpec, make_export: ExportFactory[R]) -
         begin(spec.first_phase(is_alone=operation.world_size == 1))
         with context.deadline.governs(operation.what):
             export, taken = _agree(operation, context, make_export)
+        operation.save_id = operation.save_id or export.save_id
         own_bytes = sum(region.size_bytes for region in export.plan.regions_of(operation.rank))
         begin(spec.phase, own_bytes)
         export.source.store = context.source
@@ -69,6 +70,7 @@ def run(operation: Operation, spec: ExportSpec, make_export: ExportFactory[R]) -
             made = _made(operation, export, taken, own_bytes)
             report = None
             if operation.is_coordinator:
+                operation.stats = operation.stats or made.stats
                 report = export.report(made, time.monotonic() - start_s)
             # On others it is None until the coordinator's has come.
             return cast("R", operation.broadcast(report))

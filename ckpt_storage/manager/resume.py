@@ -68,7 +68,7 @@ class Restored:
 _Choice = tuple[CheckpointInfo | None, int, list[SkippedCheckpoint]]
 """The coordinator's choice: a checkpoint, the index of its root, and those it skipped."""
 
-Load = Callable[..., None]
+Load = Callable[..., object]
 """Loads the checkpoint at a URL, with `storage_options`, on all ranks, and raises on all."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -123,23 +123,47 @@ class ShardFileWriter:
         self._writer.abort()
 
 
+_Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
+"""Name, dtype and box of an item; start and bytes of the item, start and bytes of its payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenShard:
+    """A shard file that is complete; its items are not numbered yet."""
+
+    file: ShardFileWriter
+    path: str
+    size_bytes: int
+    crc32c: int
+    rows: Sequence[_Row]
+
+    def numbered(self, known: Vocabulary) -> ShardFile:
+        """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
+        rows = [(*known.numbers(*names), *places) for *names, places in self.rows]
+        return ShardFile(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            crc32c=self.crc32c,
+            block_bytes=self.file.block_bytes,
+            **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
+            block_crcs=self.file.block_crcs,
+            frame_crcs=self.file.frame_crcs,
+        )
+
+
 def write_shard(
     path: str,
     writer: ObjectWriter,
     items: Iterable[Item],
-    known: Vocabulary,
     *,
     block_bytes: int,
     deadline: Deadline,
-) -> ShardFile:
-    """Write `items`, one at least, to a shard file; after any error no upload stays open.
-
-    Adds the names, dtypes and boxes of the items to `known`.
-    """
-    file, rows = ShardFileWriter(writer, block_bytes), list[tuple[int, ...]]()
+) -> WrittenShard:
+    """Write `items`, one at least, to a shard file; after any error no upload stays open."""
+    file, rows = ShardFileWriter(writer, block_bytes), list[_Row]()
     try:
         for item in items:
-            rows.append(_written(file, item, known))
+            rows.append(_written(file, item))
             deadline.check(f"Writing {path}")
         size_bytes, crc32c = file.finish()
     except BaseException as error:
@@ -148,19 +172,11 @@ def write_shard(
         except StorageError as failure:
             error.add_note(f"Discarding the upload failed too: {failure}")
         raise
-    return ShardFile(
-        path=path,
-        size_bytes=size_bytes,
-        crc32c=crc32c,
-        block_bytes=block_bytes,
-        **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
-        block_crcs=file.block_crcs,
-        frame_crcs=file.frame_crcs,
-    )
+    return WrittenShard(file=file, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=rows)
 
 
-def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int, ...]:
-    """Append one item; return its row of `COLUMNS`."""
+def _written(file: ShardFileWriter, item: Item) -> _Row:
+    """Append one item; return its row."""
     file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
     start, length, box, tail = file.position, item.payload_bytes, None, b""
     if item.dtype is not None:
@@ -178,5 +194,4 @@ def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int,
         raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
     if tail:
         file.frame(tail)
-    numbers = known.numbers(item.fqn, item.dtype, box)
-    return (*numbers, start, file.position - start, payload_start, length)
+    return item.fqn, item.dtype, box, (start, file.position - start, payload_start, length)

@@ -297,11 +297,8 @@ def test_bytes_changed_between_ranks_are_read_again(rank: int, options: dict[str
             data[len(data) // 2] ^= 1
         original(self, to, data, tag, deadline)
 
-    with (
-        eager(),
-        patch.object(Peers, "send", send),
-        patch.object(sharing.log, "warning") as warning,
-    ):
+    warned = patch.object(sharing.log, "warning")
+    with eager(), patch.object(Peers, "send", send), warned as warning:
         load_small(rank, options, timeout=20)
     warnings = [call.args[0] for call in warning.call_args_list]
     assert any("is read from the storage" in text for text in warnings) == (rank == 2)
