@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -34,7 +35,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabulary
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import Phase, RetryPolicy
 from ckpt_storage.progress import reporting
@@ -46,7 +47,7 @@ from ckpt_storage.transfer.writing import ObjectWriter
 from .items import Items, planned_bytes
 from .options import SaveOptions
 from .replicas import Difference, settle_differences
-from .shardfile import Item, write_shard
+from .shardfile import Item, ShardFileWriter, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
@@ -213,7 +214,8 @@ class SaveSession:
         with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
             transfer = options.transfer(store.capabilities)
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
-            files, known, unsafe = [], Vocabulary(), dict[str, str]()
+            known, unsafe = Vocabulary(), dict[str, str]()
+            files = list[ShardFile]()
             if plan.items:
                 deadline.watch.expect(byte_count)
                 with reporting(
@@ -243,23 +245,67 @@ class SaveSession:
                     )
                     files.append(file)
             self._warn_of(unsafe, save_id)
-            manifest = RankManifest(
-                save_id=save_id,
-                rank=self.rank,
-                world_size=ticket.world_size,
-                fqns=list(known.fqns),
-                dtypes=list(known.dtypes),
-                boxes=list(known.boxes),
-                files=files,
-                unsafe=unsafe,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-            document = seal(manifest.to_body())
-            path = rank_manifest_path(manifest.save_id, self.rank)
-            store.put(path, document)
+            return self._put_manifest(store, ticket, known, files, unsafe=unsafe, ties=ties)
+
+    def _put_manifest(
+        self,
+        store: Store,
+        ticket: SaveTicket,
+        known: Vocabulary,
+        files: Sequence[ShardFile],
+        *,
+        unsafe: Mapping[str, str] = MappingProxyType({}),
+        ties: Mapping[str, str] = MappingProxyType({}),
+    ) -> RankReport:
+        manifest = RankManifest(
+            save_id=ticket.save_id,
+            rank=self.rank,
+            world_size=ticket.world_size,
+            fqns=list(known.fqns),
+            dtypes=list(known.dtypes),
+            boxes=list(known.boxes),
+            files=files,
+            unsafe=unsafe,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        document = seal(manifest.to_body())
+        path = rank_manifest_path(manifest.save_id, self.rank)
+        store.put(path, document)
         ref = FileRef.of(path, document)
         return RankReport.of(manifest, ref, with_places=ticket.with_places, ties=ties)
+
+    # Files that are written piece by piece.
+
+    def begin_writing(self, ticket: SaveTicket) -> Deadline:
+        """Begin to write shard files in place of `write`; return the deadline of the phase."""
+        self._ticket = ticket
+        return self._phase("write")
+
+    def open_shard(
+        self, ticket: SaveTicket, number: int, deadline: Deadline, *, planned_bytes: int
+    ) -> tuple[str, ShardFileWriter]:
+        """Return the path of this rank's shard file of a number, and its writer."""
+        store = self._store.bounded(deadline)
+        options = self.options.transfer(store.capabilities)
+        path = shard_path(ticket.save_id, self.rank, number)
+        writer = ObjectWriter(
+            store,
+            path,
+            options=options,
+            planned_bytes=planned_bytes,
+            deadline=deadline,
+            on_bytes=lambda _: None,
+        )
+        return path, ShardFileWriter(writer, options.block_bytes)
+
+    def end_writing(
+        self, ticket: SaveTicket, known: Vocabulary, files: Sequence[ShardFile], deadline: Deadline
+    ) -> RankReport:
+        """Write the rank manifest of shard files; durable on return."""
+        store = self._store.bounded(deadline)
+        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+            return self._put_manifest(store, ticket, known, files)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
         """Yield the items; note the values that `load` will refuse, or raise at them."""

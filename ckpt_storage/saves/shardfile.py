@@ -55,6 +55,7 @@ class ShardFileWriter:
         self._gathered_bytes = 0
         # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
         self._crcs: list[int] = []
+        self._rows: list[tuple[int, ...]] = []
         self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
@@ -112,15 +113,48 @@ class ShardFileWriter:
             self._lengths.append(len(data))
             self._writer.write(memoryview(data))
 
-    def finish(self) -> tuple[int, int]:
-        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
+    def append(self, item: Item, known: Vocabulary) -> None:
+        """Append one item; add its name, dtype and box to `known`."""
+        self.frame(_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES])
+        start, length, box, tail = self.position, item.payload_bytes, None, b""
+        if item.dtype is not None:
+            box = Box(item.offsets, item.sizes)
+            head, tail = tensor_envelope(item.dtype, item.sizes)
+            self.frame(head)
+        payload_start = self.position
+        views = item.views(self.part_bytes)
+        if length <= self.small_bytes:
+            self.small_payload(b"".join(views))
+        else:
+            self.payload(map(memoryview, views))
+        actual_length = self.position - payload_start
+        if actual_length != length:
+            raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
+        if tail:
+            self.frame(tail)
+        numbers = known.numbers(item.fqn, item.dtype, box)
+        self._rows.append((*numbers, start, self.position - start, payload_start, length))
+
+    def complete(self, path: str) -> ShardFile:
+        """Make the file, which has an item at least, visible and durable; return what it holds."""
         self._end_frame()
         self._writer.complete()
-        return self.position, combine_many(self._crcs, self._lengths)
+        return ShardFile(
+            path=path,
+            size_bytes=self.position,
+            crc32c=combine_many(self._crcs, self._lengths),
+            block_bytes=self.block_bytes,
+            **dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)),
+            block_crcs=self.block_crcs,
+            frame_crcs=self.frame_crcs,
+        )
 
-    def abort(self) -> None:
-        """Discard everything; idempotent. Raises `StorageError` if that fails."""
-        self._writer.abort()
+    def abort_after(self, error: BaseException) -> None:
+        """Discard everything because of `error`, which notes a failure to do so; idempotent."""
+        try:
+            self._writer.abort()
+        except StorageError as failure:
+            error.add_note(f"Discarding the upload failed too: {failure}")
 
 
 def write_shard(
@@ -136,47 +170,12 @@ def write_shard(
 
     Adds the names, dtypes and boxes of the items to `known`.
     """
-    file, rows = ShardFileWriter(writer, block_bytes), list[tuple[int, ...]]()
+    file = ShardFileWriter(writer, block_bytes)
     try:
         for item in items:
-            rows.append(_written(file, item, known))
+            file.append(item, known)
             deadline.check(f"Writing {path}")
-        size_bytes, crc32c = file.finish()
+        return file.complete(path)
     except BaseException as error:
-        try:
-            file.abort()
-        except StorageError as failure:
-            error.add_note(f"Discarding the upload failed too: {failure}")
+        file.abort_after(error)
         raise
-    return ShardFile(
-        path=path,
-        size_bytes=size_bytes,
-        crc32c=crc32c,
-        block_bytes=block_bytes,
-        **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
-        block_crcs=file.block_crcs,
-        frame_crcs=file.frame_crcs,
-    )
-
-
-def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int, ...]:
-    """Append one item; return its row of `COLUMNS`."""
-    file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-    start, length, box, tail = file.position, item.payload_bytes, None, b""
-    if item.dtype is not None:
-        box = Box(item.offsets, item.sizes)
-        head, tail = tensor_envelope(item.dtype, item.sizes)
-        file.frame(head)
-    payload_start = file.position
-    views = item.views(file.part_bytes)
-    if length <= file.small_bytes:
-        file.small_payload(b"".join(views))
-    else:
-        file.payload(map(memoryview, views))
-    actual_length = file.position - payload_start
-    if actual_length != length:
-        raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
-    if tail:
-        file.frame(tail)
-    numbers = known.numbers(item.fqn, item.dtype, box)
-    return (*numbers, start, file.position - start, payload_start, length)
