@@ -258,7 +258,7 @@ class FileStream:
             source = source[count:]
 
     def _flush(self) -> None:
-        data = memoryview(self._piece[: self._filled])
+        data = self._piece[: self._filled].data
         item = Item(
             fqn=f"{PREFIX}{self.name}",
             dtype="uint8",

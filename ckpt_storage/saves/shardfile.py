@@ -135,24 +135,33 @@ class ShardFileWriter:
         numbers = known.numbers(item.fqn, item.dtype, box)
         self._rows.append((*numbers, start, self.position - start, payload_start, length))
 
-    def complete(self, path: str) -> ShardFile:
-        """Make the file, which has an item at least, visible and durable; return what it holds."""
+    def finish(self) -> tuple[int, int]:
+        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
         self._end_frame()
         self._writer.complete()
+        return self.position, combine_many(self._crcs, self._lengths)
+
+    def complete(self, path: str) -> ShardFile:
+        """Finish the file, which has an item at least; return what it holds."""
+        size_bytes, crc32c = self.finish()
         return ShardFile(
             path=path,
-            size_bytes=self.position,
-            crc32c=combine_many(self._crcs, self._lengths),
+            size_bytes=size_bytes,
+            crc32c=crc32c,
             block_bytes=self.block_bytes,
             **dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)),
             block_crcs=self.block_crcs,
             frame_crcs=self.frame_crcs,
         )
 
+    def abort(self) -> None:
+        """Discard everything; idempotent. Raises `StorageError` if that fails."""
+        self._writer.abort()
+
     def abort_after(self, error: BaseException) -> None:
         """Discard everything because of `error`, which notes a failure to do so; idempotent."""
         try:
-            self._writer.abort()
+            self.abort()
         except StorageError as failure:
             error.add_note(f"Discarding the upload failed too: {failure}")
 

@@ -59,7 +59,8 @@ def async_config() -> AsyncCheckpointSaverConfig:
 
 def sabotage(where: str, rank: int, step: int) -> None:
     """Kill the process that writes in the save of `step`, or fail a write."""
-    take_slot, close = attempt.take_slot, FileStream.close
+    module: Any = attempt
+    take_slot, close = module.take_slot, FileStream.close
     counts: dict[str, int] = {}
 
     def comes(point: str, at_rank: int) -> bool:
@@ -83,8 +84,8 @@ def sabotage(where: str, rank: int, step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return taken
 
-    attempt.take_slot = taking
-    FileStream.close = closing  # type: ignore[method-assign]  # what a fault does
+    module.take_slot = taking
+    FileStream.close = closing  # type: ignore[method-assign, assignment]  # what a fault does
 
 
 def outcome_of(call: Callable[[], object]) -> str:
@@ -101,7 +102,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901  # one job,
     mesh = None
     if is_distributed:
         dist.init_process_group("gloo")
-        DefaultMetadataManager._all_gather_pickled_data = gather_on_cpu  # type: ignore[method-assign]  # noqa: SLF001  # CUDA only
+        manager_class: Any = DefaultMetadataManager
+        manager_class._all_gather_pickled_data = gather_on_cpu  # noqa: SLF001  # CUDA only
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rank = dist.get_rank() if is_distributed else 0
 
