@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_ur
 from ckpt_storage.coordination.group import RankGroup, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     PageCache,
     Progress,
     Replicas,
@@ -178,6 +179,7 @@ class AsyncSaver:
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
+        groups: Sequence[str] = DEFAULT_GROUPS,
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -445,6 +447,7 @@ def save_async(  # all that `save` takes, and one argument more
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
+    groups: Sequence[str] = DEFAULT_GROUPS,
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:

@@ -120,10 +120,12 @@ def show(
             "tensor_bytes": checkpoint.nbytes,
             "stats": checkpoint.info.stats,
         }
-    files = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more.get("files", ())]
+    files = [
+        (file.path, file.rank, file.group, f"{file.size_bytes:,}") for file in more.get("files", ())
+    ]
     text = itertools.chain(
         output.facts({**told, "stats": None, **_save_facts(told["stats"])}),
-        output.table(("file", "rank", "bytes"), files, right="rank bytes"),
+        output.table(("file", "rank", "group", "bytes"), files, right="rank bytes"),
         output.table(_SLOT, [one.values() for one in more.get("history", ())], right="slot pid"),
     )
     output.tell("show", as_json=as_json, text=text, **told, **more)

@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,13 @@ from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
+from .border import (
+    PackedLoadPlan,
+    PiggybackMessage,
+    at_dcp_border,
+    rank_of_call,
+    received_messages,
+)
 
 _ORDER = "shared reads"
 """Key of the message that tells a rank what it shares."""
@@ -106,6 +111,7 @@ class CheckpointStorageReader(StorageReader):
         self._checkpoint_id = checkpoint_id
         self._names: Any = None
         self._order: ShareOrder | None = None
+        self._sent: PackedLoadPlan | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.checkpoint_id!r})"
@@ -113,7 +119,7 @@ class CheckpointStorageReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # Open files belong to a process; the other one opens its own.
-        del state["_session"], state["_names"], state["_order"]
+        del state["_session"], state["_names"], state["_order"], state["_sent"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,7 +187,8 @@ class CheckpointStorageReader(StorageReader):
         session = self._session
         self._names = session.stored_names(plan)
         message = PiggybackMessage(session.rank, (session.save_terms(), self._names))
-        return replace(plan, storage_data=message)
+        self._sent = PackedLoadPlan(plan.items, message, plan.planner_data)
+        return self._sent
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -214,6 +221,8 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
+        if self._sent is not None:
+            plan, self._sent = self._sent.unless_changed(plan), None
         order = self._order or received_messages().get(_ORDER)
         self._order = None
         if order is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpt_storage.observe.report import report as report_outcome
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     PageCache,
     Phase,
     Progress,
@@ -35,6 +36,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
+from ckpt_storage.saves.groups import sizes_in_plans
 from ckpt_storage.saves.items import LiveItems, ties_of
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import checked, find_mismatch, flat_state
@@ -97,6 +99,7 @@ class CheckpointStorageWriter(StorageWriter):
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
         replicas: as for `ckpt_storage.save`; but the writer sees values only as it writes them. So
             an error comes before the commit, and the planner chooses whose values are stored.
+        groups: as for `ckpt_storage.save`; not with DCP's plan caching, which sends no sizes.
         process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -122,6 +125,7 @@ class CheckpointStorageWriter(StorageWriter):
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
+        groups: Sequence[str] = DEFAULT_GROUPS,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -274,7 +278,9 @@ class CheckpointStorageWriter(StorageWriter):
             mismatch = find_mismatch(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
-            ticket_or_error = mismatch or session.begin(world_size, item_count)
+            ticket_or_error = mismatch or session.begin(
+                world_size, item_count, sizes_in_plans(plans)
+            )
         except CheckpointError as error:
             ticket_or_error = error
         # No exception in the planning step: with plan caching, every later save would fail.

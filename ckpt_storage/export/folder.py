@@ -428,7 +428,8 @@ class ExportFolder(Folder[R]):
         )
         try:
             store.delete(old)
-            if self._needs_guard:
+            # A removal that ran beside this export may have put one, too.
+            if self._needs_guard or GUARD_NAME in here:
                 store.delete([GUARD_NAME])
         except errors.StorageError as error:
             raise errors.ConsolidationError(
@@ -515,9 +516,7 @@ def _remove(store: Store, folder: str) -> list[str]:
     weights = {path for path in paths if exports.is_weight_file(path)}
     documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
     guard = {GUARD_NAME} if weights or GUARD_NAME in paths else set()
-    if guard:
-        # Readers must not take files that are still there for all.
-        store.replace(f"{folder}/{GUARD_NAME}", GUARD)
+    is_guarded = False
     for step in (
         {INDEX_NAME}.intersection(paths),
         weights,
@@ -531,6 +530,10 @@ def _remove(store: Store, folder: str) -> list[str]:
             if now is None or now.run_id != run_id:
                 log.info("%s: another consolidation works in %s; it stays", store.url, folder)
                 return []
+            if guard and not is_guarded:
+                # Readers must not take the files that are not deleted yet for a whole export.
+                store.replace(f"{folder}/{GUARD_NAME}", GUARD)
+                is_guarded = True
             store.delete([f"{folder}/{path}" for path in sorted(step)])
     left = [
         f"{folder}/{path}"

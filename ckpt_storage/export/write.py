@@ -26,6 +26,7 @@ from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.source.model import explained
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
+from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
@@ -37,9 +38,6 @@ from .plan import OutFile, Region
 from .reads import SegmentReader
 
 log = logging.getLogger("ckpt_storage")
-
-_COPY_REFUSALS = frozenset({"permission", "unsupported"})
-"""Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
 """How long a rank whose shared upload was discarded waits to hear the reason."""
@@ -83,7 +81,7 @@ class FileWriter:
         self._tokens: Mapping[int, str] = {}
         self._result = Result()
         self._has_failed = False
-        self._lock = threading.Lock()
+        self._lock, self._copy_lock = threading.Lock(), threading.Lock()
         self._free: list[memoryview] = []
         # Parallelism is ours: each thread reads for its own part.
         alone = replace(context.options, thread_count=1)
@@ -286,9 +284,13 @@ class FileWriter:
             source_bytes=place.file_bytes,
         )
         try:
+            with self._copy_lock:
+                self._copies = self._copies and copies_parts(context.target, copy)
+            if not self._copies:
+                return False
             crc32c = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
-            if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
+            if isinstance(error, StorageError) and error.kind in COPY_REFUSALS:
                 self._copies = False
                 return False
             raise explained(error, [place], self._export.source) from error

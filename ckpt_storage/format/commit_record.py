@@ -59,7 +59,7 @@ class SlotRecord:
     def encode(self) -> bytes:
         """Return the sealed document.
 
-        Raises `InvalidInputError` for one that is longer than readers take.
+        Raises `InvalidInputError` for a record that is longer than readers take.
         """
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
         body: dict[str, object] = {"format": format_of("commit")}
@@ -133,7 +133,7 @@ class SlotRecord:
         if kind == "deleted" and record.head is not None:
             get.fail("is a deleted record with a head")
         if (record.head and record.head.slot > slot) or (
-            # Whoever walks back through the commits must come to an end.
+            # A walk back through the commits must come to an end.
             record.previous and record.previous.slot >= slot
         ):
             get.fail("refers to a slot that comes after it")

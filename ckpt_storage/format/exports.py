@@ -12,7 +12,7 @@ from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import INDEX_NAME, is_save_id
 
 DEFAULT_FOLDER = "hf"
-"""Where an export goes unless told otherwise, below its checkpoint."""
+"""Where an export goes by default, below its checkpoint."""
 
 DOCUMENTS = ".ckpt-storage"
 """Folder of the documents, in the output folder."""
@@ -225,7 +225,7 @@ class IndexTag:
 
     @classmethod
     def of(cls, data: bytes) -> Self | None:
-        """Return what `data`, the content of an index, says; None unless it is one of ours."""
+        """Return what `data`, the content of an index, says; None unless it is ours."""
         try:
             body = json.loads(data)
             metadata, names = body["metadata"], body["weight_map"].values()

@@ -22,6 +22,7 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     Casts,
     PageCache,
     Progress,
@@ -263,6 +264,7 @@ class CheckpointManager:
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
+        groups: Sequence[str] = DEFAULT_GROUPS,
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
@@ -291,6 +293,7 @@ class CheckpointManager:
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
+        groups: Sequence[str] = DEFAULT_GROUPS,
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save as `save`, in the background, as `AsyncSaver.save` does it."""

@@ -28,15 +28,13 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_ur
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.rank_manifest import ShardFile, Vocabulary
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store.deadline import LOOK_S, Deadline
 
 from .options import SaveOptions
 from .save import run_save
 from .session import SaveSession
-from .shardfile import Item
+from .shardfile import Item, ShardFileWriter, WrittenShard
 
 PREFIX = "files."
 """What the name of a file begins with as the name of a value."""
@@ -68,8 +66,7 @@ class FilesSave:
         self._url = url
         self._options = options
         self._lock = threading.Lock()
-        self._known = Vocabulary()
-        self._files: dict[int, ShardFile] = {}
+        self._files: dict[int, WrittenShard] = {}
         self._sizes: dict[str, int] = {}
         self._number = 0
         self._error: BaseException | None = None
@@ -133,17 +130,11 @@ class FilesSave:
         self._is_written.set()
         self._result.exception()
 
-    def add(self, stream: FileStream, size_bytes: int, file: ShardFile) -> None:
+    def add(self, stream: FileStream, size_bytes: int, file: WrittenShard) -> None:
         """Take a file whose stream has ended."""
         with self._lock:
             self._sizes[stream.name] = size_bytes
             self._files[stream.number] = file
-
-    def append_item(self, append: Callable[[Item, Vocabulary], None], item: Item) -> None:
-        """Append an item, whose name goes into the vocabulary of this rank."""
-        with self._lock:
-            self._known.numbers(item.fqn, item.dtype, Box(item.offsets, item.sizes))
-        append(item, self._known)
 
     # The thread.
 
@@ -201,7 +192,7 @@ class FilesSave:
                 phase="write",
                 next_step="Save again; see the log for the error that came first.",
             )
-        report = session.end_writing(ticket, self._known, files, deadline)
+        report = session.end_writing(ticket, files, deadline)
         return _WrittenFiles(report=report, sizes=sizes)
 
     def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
@@ -233,7 +224,7 @@ class FileStream:
         name: str,
         number: int,
         *,
-        open_shard: Callable[[], tuple[str, Any]],
+        open_shard: Callable[[], tuple[str, ShardFileWriter]],
     ) -> None:
         self.name = name
         self.number = number
@@ -268,7 +259,7 @@ class FileStream:
             views=lambda _: [data],
         )
         if data or not self._size_bytes:
-            self._save.append_item(self._shard.append, item)
+            self._shard.append(item)
         self._size_bytes += len(data)
         self._filled = 0
 

@@ -23,6 +23,7 @@ from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
+from .groups import sizes_in_metadata
 from .planning import (
     PLAN_CACHE,
     CachedPlan,
@@ -134,7 +135,7 @@ class RankSave:
             plans = take_from_lowest(plans, self._from_lowest)
             plans, self._metadata = self._local.planner.create_global_plan(plans)
             item_count = sum(len(plan.items) for plan in plans)
-            ticket = session.begin(len(plans), item_count)
+            ticket = session.begin(len(plans), item_count, sizes_in_metadata(self._metadata))
             plan_id = os.urandom(16).hex()
             answers = (
                 Answer(plan_id=plan_id, plan=plan, item_count=item_count, ticket=ticket)
@@ -145,7 +146,9 @@ class RankSave:
             return self._pack(Answer(plan_id=None, wants="plans"))
         session.settle(differences)
         self._metadata, self._from_lowest = cached.metadata, cached.from_lowest
-        ticket = session.begin(len(opened), cached.item_count)
+        assert self._metadata is not None  # noqa: S101  # `_may_reuse` saw to it
+        sizes = sizes_in_metadata(self._metadata)
+        ticket = session.begin(len(opened), cached.item_count, sizes)
         return self._pack(
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )

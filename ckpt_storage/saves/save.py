@@ -32,6 +32,7 @@ from ckpt_storage.export.consolidate import ConsolidateSpec, run_consolidate
 from ckpt_storage.loads.tensors import plain_state
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     PageCache,
     Progress,
     Replicas,
@@ -70,6 +71,7 @@ def save(  # the public surface, all keyword-only
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
+    groups: Sequence[str] = DEFAULT_GROUPS,
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return its record; all ranks of the group call this.
@@ -109,6 +111,8 @@ def save(  # the public surface, all keyword-only
             in the log once; "raise": any tensor raises; "first": neither. The value of the lowest
             rank that has the name is stored; `PerRank` keeps those of all. Of large tensors
             samples are compared.
+        groups: glob patterns of names. What matches one lies in shard files of its own, so that
+            it can be copied or left out later without being read; [] for one file a rank.
         retry: how failed storage requests are repeated.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -55,7 +55,7 @@ class ShardFileWriter:
         self._gathered_bytes = 0
         # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
         self._crcs: list[int] = []
-        self._rows: list[tuple[int, ...]] = []
+        self._rows: list[_Row] = []
         self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
@@ -113,8 +113,14 @@ class ShardFileWriter:
             self._lengths.append(len(data))
             self._writer.write(memoryview(data))
 
-    def append(self, item: Item, known: Vocabulary) -> None:
-        """Append one item; add its name, dtype and box to `known`."""
+    def finish(self) -> tuple[int, int]:
+        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
+        self._end_frame()
+        self._writer.complete()
+        return self.position, combine_many(self._crcs, self._lengths)
+
+    def append(self, item: Item) -> None:
+        """Append one item."""
         self.frame(_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES])
         start, length, box, tail = self.position, item.payload_bytes, None, b""
         if item.dtype is not None:
@@ -132,26 +138,14 @@ class ShardFileWriter:
             raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
         if tail:
             self.frame(tail)
-        numbers = known.numbers(item.fqn, item.dtype, box)
-        self._rows.append((*numbers, start, self.position - start, payload_start, length))
+        place = (start, self.position - start, payload_start, length)
+        self._rows.append((item.fqn, item.dtype, box, place))
 
-    def finish(self) -> tuple[int, int]:
-        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
-        self._end_frame()
-        self._writer.complete()
-        return self.position, combine_many(self._crcs, self._lengths)
-
-    def complete(self, path: str) -> ShardFile:
+    def complete(self, path: str) -> WrittenShard:
         """Finish the file, which has an item at least; return what it holds."""
         size_bytes, crc32c = self.finish()
-        return ShardFile(
-            path=path,
-            size_bytes=size_bytes,
-            crc32c=crc32c,
-            block_bytes=self.block_bytes,
-            **dict(zip(COLUMNS, map(list, zip(*self._rows, strict=True)), strict=True)),
-            block_crcs=self.block_crcs,
-            frame_crcs=self.frame_crcs,
+        return WrittenShard(
+            file=self, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=self._rows
         )
 
     def abort(self) -> None:
@@ -166,23 +160,47 @@ class ShardFileWriter:
             error.add_note(f"Discarding the upload failed too: {failure}")
 
 
+_Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
+"""Name, dtype and box of an item; start and bytes of the item, start and bytes of its payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenShard:
+    """A shard file that is complete; its items are not numbered yet."""
+
+    file: ShardFileWriter
+    path: str
+    size_bytes: int
+    crc32c: int
+    rows: Sequence[_Row]
+
+    def numbered(self, known: Vocabulary) -> ShardFile:
+        """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
+        rows = [(*known.numbers(*names), *places) for *names, places in self.rows]
+        return ShardFile(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            crc32c=self.crc32c,
+            block_bytes=self.file.block_bytes,
+            **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
+            block_crcs=self.file.block_crcs,
+            frame_crcs=self.file.frame_crcs,
+        )
+
+
 def write_shard(
     path: str,
     writer: ObjectWriter,
     items: Iterable[Item],
-    known: Vocabulary,
     *,
     block_bytes: int,
     deadline: Deadline,
-) -> ShardFile:
-    """Write `items`, one at least, to a shard file; after any error no upload stays open.
-
-    Adds the names, dtypes and boxes of the items to `known`.
-    """
+) -> WrittenShard:
+    """Write `items`, one at least, to a shard file; after any error no upload stays open."""
     file = ShardFileWriter(writer, block_bytes)
     try:
         for item in items:
-            file.append(item, known)
+            file.append(item)
             deadline.check(f"Writing {path}")
         return file.complete(path)
     except BaseException as error:

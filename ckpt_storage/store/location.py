@@ -339,7 +339,8 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
         near = difflib.get_close_matches(given, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
-        if multiprocessing.parent_process() is not None:
+        # A child of multiprocessing and our own worker bear a name; a script's process does not.
+        if multiprocessing.current_process().name != "MainProcess":
             step = (
                 "This is a worker process. If register_backend() was called in another one, call "
             )

@@ -170,6 +170,32 @@ def test_the_reader_is_short_and_stands_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=path.parent)
 
 
+def saved_by_groups() -> dict[str, Any]:
+    """Return the state in golden/v1-groups, of both ranks."""
+    rows = torch.arange(12.0).reshape(3, 4)
+    model = {"w0": rows, "w1": rows + 1, "b": torch.arange(5, dtype=torch.int16)}
+    return {
+        "model": model,
+        "optimizer": {"m0": 2 * rows, "m1": 2 * rows - 1, "lr": 0.5},
+        "step": 8,
+    }
+
+
+def test_files_by_group_are_read_by_everyone() -> None:
+    """Ours, torch's own and the page's reader; a rank has a file of each group."""
+    path, expected = GOLDEN.parent / "v1-groups" / "step-00000008", saved_by_groups()
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        load(state := zeros_like(expected), path)
+        assert same(state, expected)
+    found = spec_reader.read(path)
+    assert found.groups == ["", "optim*", "", "optim*"]
+    assert found.tensors["optimizer.m1"][1].tobytes() == raw_bytes(expected["optimizer"]["m1"])
+    assert ckpt_storage.verify(path).ok
+    for where in path.rglob("manifest.json"):
+        body = unseal(data := where.read_bytes(), path=str(where))
+        assert seal(Manifest.from_body(body, where=str(where)).to_body()) == data
+
+
 def saved_by_torch_2_15() -> dict[str, Any]:
     """Return the state in golden/torch-2.15, as golden/README.md tells."""
     return {

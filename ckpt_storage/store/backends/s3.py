@@ -18,7 +18,6 @@ from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     Buffers,
     CopySource,
-    ObjectInfo,
     OpenUpload,
     Part,
     PartCopy,
@@ -128,19 +127,20 @@ class S3Backend(CloudBackend):
         bucket, prefix, _ = self._take().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
-    def stat(self, path: str) -> ObjectInfo:
-        """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
-        try:
-            return super().stat(path)
-        except Exception as error:
-            if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
-                self.read(path, [(0, memoryview(bytearray(1)))])
-            raise
-
     async def _head(self, fs: ForeignFs, path: str) -> Told:
-        answer = await self._ask(fs, "head_object", Key=self._name(path))
+        answer = await self._head_object(fs, self._name(path))
         write_id = answer.get("Metadata", {}).get(_WRITE_ID)
         return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
+
+    async def _head_object(self, fs: ForeignFs, key: str) -> Mapping[str, Any]:
+        """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
+        try:
+            return await self._ask(fs, "head_object", Key=key)
+        except Exception as error:
+            if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
+                answer = await self._ask(fs, "get_object", Key=key, Range=range_header(0, 1))
+                answer["Body"].close()
+            raise
 
     @contextlib.asynccontextmanager
     async def _body(
@@ -239,7 +239,7 @@ class S3Backend(CloudBackend):
         address = copy.source.address
         source = self._sources.get((token, address))
         if source is None:
-            told = self._send("head_object", Key=address)
+            told = self._run(self._head_object, address)
             if len(self._sources) >= _SOURCE_COUNT:
                 self._sources.clear()
             known = str(told["ETag"]), int(told["ContentLength"])
@@ -249,10 +249,10 @@ class S3Backend(CloudBackend):
         asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
         asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
+        answer = self._send("upload_part_copy", **asked).get("CopyPartResult", {})
         if "ETag" not in answer:
-            # Without it the upload cannot be completed.
-            what = f"The server's answer to the copy of a part of {path} has no ETag."
+            # The server passed over the header with the source, and holds an empty part.
+            what = f"The server's answer to the copy of a part of {path} has no ETag of a copy."
             raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
@@ -279,7 +279,13 @@ class S3Backend(CloudBackend):
         # Directory buckets know only prefixes that end in a slash.
         asked = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
-            page = self._send("list_multipart_uploads", **asked)
+            try:
+                page = self._send("list_multipart_uploads", **asked)
+            except Exception as error:
+                # As some servers answer where no upload is open.
+                if _code_of(error) != "NoSuchUpload":
+                    raise
+                return
             for item in page.get("Uploads", ()):
                 yield OpenUpload(path=self._path(item["Key"]), token=item["UploadId"])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
