@@ -20,10 +20,9 @@ from typing import Any
 from ckpt_storage import errors
 from ckpt_storage.commit import cleaning, deletion, publishing
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import CommittedSource, read_manifest
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .copy import CopySpec, _name_at_target, _ToCopy
 from .copy_part import CopyOfPart, part_id, part_of

@@ -335,15 +335,15 @@ def _planner_data_of(get: Fields) -> PlannerData | None:
     for start in range(0, len(entries), _BATCH):
         batch = entries[start : start + _BATCH]
         try:
-            # Many at a time: one by one they take ten times as long. Between them stands what no
+            # Many at a time: single calls take ten times as long. Between them stands what no
             # entry holds, so that each must be a value by itself.
-            found = _decode(f"[{',null,'.join(batch)}]")
+            decoded = _decode(f"[{',null,'.join(batch)}]")
             if any("\\u" in entry for entry in batch):
                 # Half of a surrogate pair is no text.
-                _spell(found).encode()
+                _spell(decoded).encode()
         except (RecursionError, ValueError):
-            found = []
-        pairs, between = found[::2], found[1::2]
+            decoded = []
+        pairs, between = decoded[::2], decoded[1::2]
         is_whole = len(pairs) == len(batch) and between == [None] * (len(batch) - 1)
         if not is_whole or not all(map(_is_planned, pairs)):
             get.fail("has planner_data with an entry that is no name and path")

@@ -20,6 +20,7 @@ from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .groups import sizes_in_metadata
@@ -65,9 +66,11 @@ class Answer:
 class RankSave:
     """The steps of one save on one rank.
 
-    `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
-    `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
-    other ranks are pickled bytes in arguments and results, which the caller does not unpickle.
+    `propose`, then on the coordinator `decide`, then `accept`; again from `propose` each time that
+    `accept` returns None: once for the samples of replicated values that differ, once for the plans
+    where cached plans cannot be used. Then `write`, and on the coordinator `commit`. With `packs`,
+    values for other ranks are pickled bytes in arguments and results, which the caller does not
+    unpickle.
     """
 
     def __init__(
@@ -205,11 +208,11 @@ class RankSave:
         assert local is not None and plan is not None and ticket is not None  # noqa: S101, PT018  # it has accepted
         return self._pack(self._session.write(ticket, plan, local.items, local.ties))
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
         """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
         assert self._metadata is not None  # noqa: S101  # it has decided
         opened: list[RankReport | None] = [_unpacked(report) for report in reports]
-        return self._session.finish(self._metadata, opened)
+        return self._session.finish(self._metadata, opened, stats)
 
     def close(self) -> None:
         """Do nothing: the steps run in the caller's process."""

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import resolution_steps
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import UndecidedError
@@ -30,6 +30,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, run_consolidate
 from ckpt_storage.loads.tensors import plain_state
+from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
     DEFAULT_GROUPS,
     PageCache,
@@ -40,6 +41,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
+from ckpt_storage.store import redacted_url
 
 from .options import Chained, SaveOptions
 from .outcome import Cause, Stage, outcome_of
@@ -153,8 +155,8 @@ class SaveSteps(Protocol):
     def write(self) -> object:
         """Write this rank's files and return its report."""
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
-        """Commit; coordinator only."""
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
+        """Commit, with `stats` in the record; coordinator only."""
 
     def close(self) -> None:
         """Release the resources of the steps."""
@@ -246,14 +248,21 @@ def _write_and_commit(
 ) -> CheckpointInfo:
     """Write this rank's files; commit once all ranks have. Raises as `outcome_of` says."""
     stage: Stage = "writing"
+
+    def commit(written: Sequence[tuple[object, RankTiming]]) -> CheckpointInfo:
+        reports, timings = zip(*written, strict=True)
+        return steps.commit(reports, operation.stats_of(timings))
+
     try:
-        report = steps.write()
+        written = steps.write(), operation.timing()
         if not operation.is_coordinator:
             stage = "reported"
             # The last rank may take the whole write phase, and only then the commit begins.
             limit_s = operation.deadline.remaining_s() + operation.timeouts.commit
             operation.phase("commit", limit_s)
-        return operation.exchange(report, steps.commit, is_commit=True, is_last=is_last)  # type: ignore[no-any-return]  # what `commit` returns
+        committed: CheckpointInfo = operation.exchange(
+            written, commit, is_commit=True, is_last=is_last
+        )
     except BaseException as error:
         if operation.is_coordinator and operation.deadline.phase == "commit":
             stage = "committing"
@@ -287,6 +296,8 @@ def _write_and_commit(
         if cause == "interrupt" and not in_background:
             raise
         raise unknown from error
+    operation.stats = committed.stats
+    return committed
 
 
 def _cause_of(error: BaseException) -> Cause:
