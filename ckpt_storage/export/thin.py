@@ -97,16 +97,16 @@ def thin(
 
     def job() -> CopySpec:
         location = Location.of(url, storage_options)
-        given: Any = [drop] if isinstance(drop, str) else drop
-        is_list = isinstance(given, Collection) and len(given) > 0
-        if not is_list or not all(isinstance(one, str) and one for one in given):
+        patterns: Any = [drop] if isinstance(drop, str) else drop
+        is_list = isinstance(patterns, Collection) and len(patterns) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in patterns):
             raise errors.InvalidInputError(
                 f"drop is {drop!r:.80}.", next_step='Give FQNs or patterns, such as "optim*".'
             )
         return CopySpec(
             source=location,
             target=location,
-            exclude=sorted(given),
+            exclude=sorted(patterns),
             timeouts=Timeouts.of(timeout),
             retry=retry,
             memory_limit_bytes=memory_limit_bytes,
@@ -149,7 +149,7 @@ def _thinning(
     )
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
     values = {*source.tensors, *source.blobs}
-    patterns = [one for one in _patterns(spec) if any(_matches(fqn, one) for fqn in values)]
+    patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
     context.spec = replace(spec, exclude=patterns or None)
     chosen = part_of(source, context.spec)
     save_id = head.save_id

@@ -187,8 +187,9 @@ class FileWriter:
                 refused.append(whole)
                 return
             raise explained(error, [_place_of(path, file)], self._export.source) from error
-        told = file.crc32c if crc32c is None else crc32c
-        sealed = Sealed(file=self._reference(whole.file, told or 0))
+        # Without a report only the length was checked.
+        crc32c = file.crc32c if crc32c is None else crc32c
+        sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
         with self._lock:
             self._result.moved.update(copied_bytes=file.size_bytes)
         self._seal(whole.file, sealed)

@@ -238,8 +238,8 @@ class KeepPart(RetentionPolicy):
     drop: str | tuple[str, ...] = "optim*"
 
     def __post_init__(self) -> None:
-        given: tuple[Any, ...] = self.patterns
-        if not given or not all(isinstance(one, str) and one for one in given):
+        patterns: tuple[Any, ...] = self.patterns
+        if not patterns or not all(isinstance(text, str) and text for text in patterns):
             raise InvalidInputError(
                 f"drop of KeepPart is {self.drop!r}.",
                 next_step='Give names or patterns, such as "optim*".',

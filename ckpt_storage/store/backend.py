@@ -363,7 +363,7 @@ class Backend(abc.ABC):
         raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Put an object that is equal to another one of this storage; return its CRC-32C, if told.
+        """Put an object equal to another one of this storage; return its CRC-32C if reported.
 
         No byte passes here; a file system gives the file a second name. Visible only complete,
         durable on return, replaces what is there, may be repeated. Raise `UnsupportedByStoreError`

@@ -352,7 +352,7 @@ class Store(Calls):
         return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Have the storage put an object equal to `source`; return its CRC-32C, if that is told.
+        """Have the storage put an object equal to `source`; return its CRC-32C if reported.
 
         At a write-once name; visible only complete, durable; idempotent. Raises
         `UnsupportedByStoreError` where its bytes have to be sent, `IntegrityError` for another

@@ -163,7 +163,7 @@ class AzureBackend(clouds.CloudBackend):
         return CopySource(scope=scope, address=self._name(path), path=url)
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
-        """Copy Blob within the account, which goes on after its answer; no checksum is told."""
+        """Copy Blob within the account, which continues after its response; reports no checksum."""
 
         async def begin(fs: ForeignFs) -> None:
             there = fs.service_client.get_blob_client(self._place[0], source.address)

@@ -306,7 +306,7 @@ class LocalBackend(Backend):
         return CopySource(scope="posix", address=full, path=f"file://{full}")
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
-        """Link the file; the storage tells no checksum."""
+        """Link the file; a file system reports no checksum."""
         full = self._full(path)
         self._check_inside(folder_of(full))
         link_file(self._posix, source.address, full, size_bytes=size_bytes, sync=self._sync)
