@@ -147,7 +147,7 @@ class SaveSession:
             raise
 
     def begin(
-        self, world_size: int, item_count: int, sizes: Iterable[tuple[str, int]] = ()
+        self, world_size: int, item_count: int, sizes: Iterable[tuple[str, int]]
     ) -> SaveTicket:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
