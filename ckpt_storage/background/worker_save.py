@@ -216,7 +216,7 @@ class WorkerSave:
                 if isinstance(message, Response):
                     return message
                 if not isinstance(message, RankProgress):
-                    self._take_notice(message)
+                    self._on_message(message)
                 elif (more_bytes := _add_progress(operation, message)) > 0:
                     show = show or stack.enter_context(
                         reporting(
@@ -230,7 +230,7 @@ class WorkerSave:
                     )
                     show(more_bytes)
 
-    def _take_notice(self, message: LogMessage | CheckpointError | Phase) -> None:
+    def _on_message(self, message: LogMessage | CheckpointError | Phase) -> None:
         if isinstance(message, LogMessage):
             log.log(message.level, "%s", message.text)
         elif isinstance(message, CheckpointError):
