@@ -177,7 +177,7 @@ class WorkerSave:
                 # It may have committed: as little is known as of a worker that died.
                 raise WorkerGoneError(f"broke and was ended ({response.value})")  # noqa: TRY301  # as below
         except BaseException:
-            # Its later messages are of this save, and must not be read in the next one.
+            # Its later messages are of this save, and must not be read in the next save.
             if "commit" in self._worker.kill():
                 self._operation.phase("commit")
             raise

@@ -65,7 +65,7 @@ class RetentionPolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(RetentionPolicy):
-    """Keep the `n` newest, by step. Damaged ones do not count."""
+    """Keep the `n` newest, by step. Damaged checkpoints do not count."""
 
     n: int
 
