@@ -96,7 +96,7 @@ def convert(  # the public surface, all keyword-only
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
         process_group: the ranks that share the work, all of which call; default: this process
             alone. A file of "torch_save" its first rank writes.
-        unsafe_pickle: unpickle whatever the source holds: this runs code of whoever wrote it.
+        unsafe_pickle: unpickle whatever the source holds: this runs code of the author of the file.
             Needed only to read or write "torch_save" with values of other than torch's types.
         storage_options: passed to the fsspec file system of `src`.
         destination_storage_options: passed to that of `dst`; default: `storage_options` where

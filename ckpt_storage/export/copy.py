@@ -510,9 +510,7 @@ class _CopyOfOurs(_Copy):
 
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
-        spec = self.spec
-        index = slotlog.read_or_none(self.context.source, f"{folder}/{names.INDEX_NAME}")
-        tag = None if index is None else exports.IndexTag.of(index.data)
+        spec, tag = self.spec, self._tag_of(folder)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
         source, target = spec.source.child(folder), spec.target.child(folder)
@@ -522,6 +520,17 @@ class _CopyOfOurs(_Copy):
         inner = replace(spec, source=source, target=target, overwrite=False, progress=None)
         what, make_export = f"the copy of {source.url}", partial(_copying, tag=tag)
         return run_together(None, "copy", what, inner.timeouts, lambda: inner, make_export)
+
+    def _tag_of(self, folder: str) -> exports.IndexTag | None:
+        """Return what an index says; it has no checksum, so it is read twice unless it fits."""
+        store, path = self.context.source, f"{folder}/{names.INDEX_NAME}"
+        for _ in range(2):
+            index = slotlog.read_or_none(store, path)
+            tag = None if index is None else exports.IndexTag.of(index.data)
+            if index is None or (tag is not None and tag.save_id == self.source.save_id):
+                return tag
+            store.drop_caches(path)
+        return tag
 
 
 def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline

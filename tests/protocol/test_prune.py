@@ -21,7 +21,7 @@ from ckpt_storage import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, Retenti
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import FormatError, PhaseTimeoutError, StorageError
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import Candidate, KeepAny
 from ckpt_storage.manager.prune import Pruner
