@@ -71,7 +71,7 @@ class CheckpointStorageReader(StorageReader):
             code. Only for checkpoints from people you trust.
         casts: what a target of another dtype may do to values. "checked": a value that does not
             fit (it would wrap, be truncated, become infinite or NaN) raises `InvalidInputError`;
-            rounded ones are counted in one log line. "exact": rounding raises too. "any": as
+            rounded values are counted in one log line. "exact": rounding raises too. "any": as
             torch, unchecked; also lets targets that share memory take different values.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
         retry: how failed storage requests are repeated.

@@ -63,7 +63,7 @@ def list_checkpoints(
 def list_all(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     """Return the checkpoints below all roots, by step; of each name the save that began last."""
     infos = list[CheckpointInfo]()
-    # Of two copies of one save, that of the first root comes last.
+    # Of two copies of a save, the copy of the first root is last.
     for root in reversed(roots):
         links = root.links_to_steps()
         names = [name for name in root.list_folders(deadline) if name not in links]

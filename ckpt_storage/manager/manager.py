@@ -65,8 +65,8 @@ class CheckpointManager:
     Every rank makes one with equal arguments. Each checkpoint is a folder of the root, named after
     its step. Folders with other names, and files of other tools, are never changed. After a save
     the coordinator deletes in the background what no policy keeps: never the newest sound
-    checkpoint, never one that this manager saves or loads. One manager a root suffices for that;
-    more do no harm.
+    checkpoint, never a checkpoint that this manager saves or loads. A single manager a root
+    suffices; more do no harm.
 
     Args:
         root_url: folder or URL that holds the checkpoints; the same on every rank.
@@ -136,7 +136,7 @@ class CheckpointManager:
             "the names of steps": names,
             "the mirror's URL": self._roots[-1].location.url,
         }
-        # Not a count of managers: a manager that one rank makes alone must shift nothing.
+        # Not a count of managers: a manager on a single rank must not change the lanes of others.
         identity = f"{self.url}\n{names}".encode()
         channel = f"manager/{hashlib.sha256(identity).hexdigest()[:16]}"
         self._has_met = False

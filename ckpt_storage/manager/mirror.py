@@ -26,7 +26,7 @@ log = logging.getLogger("ckpt_storage")
 
 
 class Mirror:
-    """Copies the checkpoints of `root` that `target` lacks; none that `keep` would not keep there.
+    """Copies the checkpoints of `root` that `target` lacks, and that `keep` would keep there.
 
     A copy is made by the export engine: it keeps the save id, and is visible when it is complete.
     The two roots are compared each time, so that after a crash the next process goes on.

@@ -56,7 +56,7 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The checkpoint that was loaded, and the newer ones that could not be, newest first.
+    """The checkpoint that was loaded, and newer checkpoints that could not be, newest first.
 
     `step` is 0 for a checkpoint of another root whose record and name have no step.
     """
