@@ -680,7 +680,7 @@ _STORE_MUTANTS = [
         "store/threads.py",
         "        if worker.is_abandoned:\n            raise",
         "        if worker.moved_s < 0:\n            raise",
-        [_RETRY],
+        [f"{_RETRY}::test_a_call_that_was_given_up_sends_no_further_request"],
     ),
 ]
 
