@@ -402,9 +402,9 @@ _BACKGROUND_MUTANTS = [
         [_HANDLE],
     ),
     Mutant(
-        "background/handle.py",
-        "next(states, SaveState.FAILED) if info is None else SaveState.COMMITTED",
-        "next(states, SaveState.FAILED)",
+        "background/save_state.py",
+        "is not None:\n            return SaveState.COMMITTED",
+        "is None:\n            return SaveState.COMMITTED",
         [_HANDLE],
     ),
     Mutant("background/handle.py", "error = self._cancelled\n", "error = None\n", [_HANDLE]),
@@ -485,8 +485,8 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/worker_save.py",
-        "                quiet_looks = 0\n",
-        "                quiet_looks += 0\n",
+        "                quiet_checks = 0\n",
+        "                quiet_checks += 0\n",
         [_WORKER],
     ),
 ]
@@ -1091,8 +1091,8 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_looks and self._is_worker_silent(rank):",
-        "> self._allowed_looks:",
+        "> self._allowed_misses and self._is_worker_silent(rank):",
+        "> self._allowed_misses:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store import Location
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -41,6 +43,15 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return wrapped
+
+
+def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Return whether `checkpoint_id` is a path or URL of a storage."""
+    try:
+        Location.of(checkpoint_id)
+    except CheckpointError:
+        return False
+    return True
 
 
 def rank_of_call(kwargs: Mapping[str, Any]) -> int:

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import kind_of
 from ckpt_storage.coordination.peers import Peers
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.loads.sharing import ShareOrder, joined
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
@@ -36,12 +35,13 @@ from .border import (
     PackedLoadPlan,
     PiggybackMessage,
     at_dcp_border,
+    is_location,
     rank_of_call,
     received_messages,
 )
 
 _ORDER = "shared reads"
-"""Key of the message that tells a rank what it shares."""
+"""Key of the message that carries the shared reads of a rank."""
 
 
 class CheckpointStorageReader(StorageReader):
@@ -56,8 +56,9 @@ class CheckpointStorageReader(StorageReader):
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (as in pandas and Dask).
         rename: names of the checkpoint's values in the target: a mapping from the stored name to
-            the new one, which may leave names out, or a function that gets every stored name and
-            returns the new one. Two values must not get one name. Ranks may have different ones.
+            the new name, which may omit names, or a function that takes each stored name and
+            returns the new name. Two values must not get the same name. Ranks may rename
+            differently.
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
@@ -118,7 +119,7 @@ class CheckpointStorageReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # Open files belong to a process; the other one opens its own.
+        # Open files belong to a process; the process that unpickles opens its own.
         del state["_session"], state["_names"], state["_order"], state["_sent"]
         return state
 
@@ -129,11 +130,7 @@ class CheckpointStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this reader could read from."""
-        try:
-            Location.of(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -194,7 +191,7 @@ class CheckpointStorageReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Plan the shared reads; coordinator only.
 
-        Raises `RankMismatchError` unless all ranks read one save.
+        Raises `RankMismatchError` unless all ranks read the same save.
         """
         # Not from the plans: a planner need not keep their storage data.
         session = self._session

@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt_storage.commit.slotlog import read_slot
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
@@ -23,7 +22,7 @@ from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .extras import named_files, read_extra_files
 from .folder import ExportFolder

@@ -23,7 +23,6 @@ from ckpt_storage import errors
 from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
@@ -39,7 +38,7 @@ from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.rereading import read_twice
 

@@ -88,7 +88,9 @@ class Folder(Export[R]):
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {seal.file.path for seal in sealed.values()}
-            abort_uploads(store, "", lambda path: path not in kept and self.may_end(path))
+            abort_uploads(
+                store, "", lambda path: path not in kept and self.may_end(uploaded_file(path))
+            )
         return ResumeState(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
@@ -471,6 +473,11 @@ def _is_weight(path: str) -> bool:
 
 def _is_shard(path: str) -> bool:
     return "/" not in path and path.startswith("__") and path.endswith(".distcp")
+
+
+def uploaded_file(path: str) -> str:
+    """Return the file for which an upload was begun, also if it was to try a copy beside it."""
+    return path.partition(names.PROBE_PREFIX)[0]
 
 
 def paths_below(store: Store, folder: str) -> list[str]:

@@ -18,7 +18,7 @@ from ckpt_storage.format.exports import (
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.store import Store
 
-from .folder import paths_below
+from .folder import paths_below, uploaded_file
 from .owners import holder_of
 
 log = logging.getLogger("ckpt_storage")
@@ -55,7 +55,7 @@ def _remove(store: Store, folder: str) -> list[str]:
     others: list[str] = []
 
     def is_ours(path: str) -> bool:
-        is_known = exports.is_output_file(path.removeprefix(f"{folder}/"))
+        is_known = exports.is_output_file(uploaded_file(path).removeprefix(f"{folder}/"))
         others.extend(() if is_known else (path,))
         return is_known
 

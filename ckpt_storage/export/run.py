@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting

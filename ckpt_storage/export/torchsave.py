@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage import errors
 from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.inspect.torchload import refusal_of
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
@@ -115,7 +116,11 @@ class TorchFile(Conversion):
         for fqn in self.chosen.blobs:
             file = io.BytesIO(b"".join(read(fqn)))
             try:
-                objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
+                refusal = refusal_of(file) if is_safe else None
+                if refusal is not None:
+                    raise refusal  # noqa: TRY301  # as what torch itself raises
+                file.seek(0)
+                objects[fqn] = torch.load(file, map_location="cpu", weights_only=False)
             except Exception as error:
                 raise errors.UnsafeContentError(
                     f"{fqn} is not a value that torch loads with weights_only=True.",

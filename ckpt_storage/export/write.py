@@ -285,7 +285,7 @@ class FileWriter:
         )
         try:
             with self._copy_lock:
-                self._copies = self._copies and copies_parts(context.target, copy)
+                self._copies = self._copies and copies_parts(context.target, job.file.name, copy)
             if not self._copies:
                 return False
             crc32c = job.upload.copy_part(copy)

@@ -85,7 +85,7 @@ def delete(
 
 
 def delete_step(roots: Sequence[Root], step: int) -> bool:
-    """Delete a step below each root; return whether there was one.
+    """Delete a step below each root; return whether it existed.
 
     Raises `CheckpointInProgressError` if it is in use.
     """

@@ -87,25 +87,25 @@ def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None)
         raise
 
 
-def copies_parts(store: Store, copy: PartCopy) -> bool:
-    """Return whether the storage makes a part of an upload by this copy; tried once."""
+def copies_parts(store: Store, path: str, copy: PartCopy) -> bool:
+    """Return whether the storage makes a part of an upload by a copy; tried once, beside `path`."""
     if not store.capabilities.is_remote:
         return True
     scope = store.find_scope()
     record = find_record(scope) or Abilities()
     if record.copies_parts is None:
-        record = replace(record, copies_parts=try_copy(store, copy))
+        record = replace(record, copies_parts=try_copy(store, path, copy))
         remember(scope, record)
     return record.copies_parts is True
 
 
-def try_copy(store: Store, copy: PartCopy) -> bool:
+def try_copy(store: Store, path: str, copy: PartCopy) -> bool:
     """Copy the least that can be copied in an upload that is aborted; return whether that worked.
 
     Some servers pass over the source, and keep an empty part that cannot be replaced.
     """
     length = min(copy.length, store.capabilities.copy_min_bytes or copy.length)
-    upload = store.upload(probe_path(), copies=True)
+    upload = store.upload(path + probe_path(), copies=True)
     try:
         upload.copy_part(replace(copy, number=0, offset=0, length=length))
     except StorageError as error:
@@ -113,7 +113,7 @@ def try_copy(store: Store, copy: PartCopy) -> bool:
             raise
         return False
     finally:
-        # What stays is aborted with the other uploads of the folder.
+        # What stays is aborted with the uploads of `path` that a dead run left.
         with contextlib.suppress(CheckpointError):
             upload.abort()
     return True

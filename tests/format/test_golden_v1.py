@@ -228,3 +228,54 @@ def test_metadata_of_a_later_torch_are_read() -> None:
         assert np.array_equal(found["model.rows"][1:3, ::2], expected["model"]["rows"][1:3, ::2])
         assert found["step"] == 7
     assert ckpt_storage.verify(path).ok
+
+
+DECIDED = GOLDEN.parent / "v1-decided"
+
+
+def decided(kind: str) -> list[str]:
+    return sorted(path.name for path in (DECIDED / kind).iterdir())
+
+
+def with_changes(golden: Path, kind: str, name: str) -> Path:
+    """Return the golden checkpoint with the changed documents of a case over its own."""
+    shutil.copytree(DECIDED / kind / name, golden / RUN, dirs_exist_ok=True)
+    return golden / RUN
+
+
+@pytest.mark.parametrize("name", decided("sound"))
+def test_what_was_decided_to_be_sound_stays_readable(golden: Path, name: str) -> None:
+    """Notes of any form and a damaged superseded slot hide nothing from ours or the stranger."""
+    run = with_changes(golden, "sound", name)
+    dcp_cases.load(state := zeros(), run)
+    assert is_expected(state)
+    assert spec_reader.read(run).slot == 2
+
+
+@pytest.mark.parametrize("name", decided("refused"))
+def test_what_was_decided_to_be_refused_stays_refused(golden: Path, name: str) -> None:
+    """Missing keys and contradictions are refused by both readers, and reported by `verify`."""
+    run = with_changes(golden, "refused", name)
+    with pytest.raises(spec_reader.RefusedError):
+        spec_reader.read(run)
+    with pytest.raises(ckpt_storage.FormatError):
+        ckpt_storage.load(zeros(), run)
+    assert not ckpt_storage.verify(run).ok
+
+
+STATES: dict[str, type[ckpt_storage.CheckpointError]] = {
+    "deleted": CheckpointGoneError,
+    "in-progress": ckpt_storage.CheckpointInProgressError,
+    "lost": ckpt_storage.FormatError,
+    "lost-behind-a-tombstone": ckpt_storage.FormatError,
+    "nothing": ckpt_storage.CheckpointNotFoundError,
+}
+
+
+@pytest.mark.parametrize("name", decided("states"))
+def test_the_rows_of_the_state_table_stay(name: str) -> None:
+    """Each folder without a readable head is what docs/format.md calls it."""
+    with pytest.raises(STATES[name]):
+        open_checkpoint(DECIDED / "states" / name)
+    with pytest.raises((spec_reader.RefusedError, spec_reader.NoCheckpointError)):
+        spec_reader.read(DECIDED / "states" / name)

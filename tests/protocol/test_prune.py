@@ -160,7 +160,7 @@ def test_where_no_times_are_told_what_goes_by_age_stays() -> None:
     store = at_times(tools.DictStore(tools.Disk(), backend=Timeless), 1, 2, 3)
     report = prune(store, KeepNewerThan(0))
     assert [one.step for one in report.kept] == [1, 2, 3]
-    assert "does not tell its age" in report.kept[0].reasons[0]
+    assert "does not report its age" in report.kept[0].reasons[0]
     assert prune(store, KeepLatest(2)).deleted == (name_of(1),)
     store.disk.clock_s += 8 * tools.DAY_S
     assert prune(store, KeepLatest(2)).failed == {}

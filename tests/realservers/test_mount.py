@@ -7,22 +7,15 @@ import logging
 import pytest
 from journeys import Journeys
 from servers import Running
-from suites import ReplacesInSteps
+from suites import ProbedSuite, ReplacesInSteps
 
 import ckpt_storage
-from ckpt_storage.store.store import Store
 
 
-class TestMountSuite(ReplacesInSteps):
+class TestMountSuite(ProbedSuite, ReplacesInSteps):
     """The suite; the mount lacks exclusive creation, and renames by a copy and a deletion."""
 
     many, at = 30, "mount_root"
-
-    def test_of_several_creations_one_wins(self, store: Store, second: Store) -> None:
-        """There are no links there, so that nothing is created; the probe finds that out."""
-        with pytest.raises(ckpt_storage.UnsupportedByStoreError):
-            store.create("commits/1", b"one")
-        assert second.list("commits") == []
 
 
 class TestMountJourneys(Journeys):

@@ -26,6 +26,9 @@ from ckpt_storage.store.threads import moved
 
 from .clients import ClientBackend, ForeignFs
 
+WRITE_ID = "ckpt-write-id"
+"""Metadata that distinguishes one attempt to write a key from another."""
+
 _AT_ONCE = 16
 
 _CODES_OF_BOTH = frozenset({"", "404", "notFound"})
@@ -251,9 +254,9 @@ def waits(request_s: float) -> tuple[float, float]:
     return min(10.0, request_s), min(60.0, request_s)
 
 
-def crc32c_of_all(data: Buffers) -> int:
-    """Return the CRC-32C of consecutive buffers."""
-    return functools.reduce(lambda known, view: crc32c_of(view, known), data, 0)
+def checksum_of(data: Buffers) -> str:
+    """Return the CRC-32C of consecutive buffers, spelt for a header or a document."""
+    return encoded(functools.reduce(lambda known, view: crc32c_of(view, known), data, 0))
 
 
 def encoded(crc32c: int) -> str:
