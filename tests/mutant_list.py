@@ -719,7 +719,7 @@ _TRANSFER_MUTANTS = [
         "transfer/ranges.py",
         "judged = stop if stop == length else stop - stop % read.block_bytes",
         "judged = stop",
-        [_TRANSFER],
+        [f"{_TRANSFER}::test_a_check_gets_whole_blocks"],
     ),
     Mutant(
         "transfer/ranges.py",
