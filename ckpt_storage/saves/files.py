@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.store import redacted_url
 from ckpt_storage.store.deadline import LOOK_S, Deadline
 
 from .options import SaveOptions
@@ -165,7 +166,7 @@ class FilesSave:
     def decide(self, proposals: Sequence[Any]) -> object:
         """Return the ticket of the save, for all ranks."""
         assert self._session is not None  # noqa: S101  # it has begun
-        return self._session.begin(len(proposals), 0)
+        return self._session.begin(len(proposals), 0, ())
 
     def accept(self, answer: object) -> str | None:
         """Take the ticket."""

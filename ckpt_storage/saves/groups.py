@@ -26,8 +26,9 @@ _GROUP_MIN_BYTES = MIB
 
 def check_groups(groups: object) -> None:
     """Raise `InvalidInputError` unless an argument is a list of different patterns."""
-    is_list = isinstance(groups, list | tuple) and all(isinstance(one, str) for one in groups)
-    if not is_list or len(set(groups)) != len(groups) or "" in groups:
+    patterns = list(groups) if isinstance(groups, list | tuple) else [""]
+    is_text = all(isinstance(pattern, str) for pattern in patterns)
+    if not is_text or len(set(patterns)) != len(patterns) or "" in patterns:
         raise InvalidInputError(
             f"groups is {groups!r:.200}.",
             next_step='Give a list of different patterns of names, such as ["optim*"], or [].',

@@ -176,7 +176,7 @@ class WrittenShard:
 
     def numbered(self, known: Vocabulary) -> ShardFile:
         """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
-        rows = [(*known.numbers(*names), *places) for *names, places in self.rows]
+        rows = [(*known.numbers(fqn, dtype, box), *places) for fqn, dtype, box, places in self.rows]
         return ShardFile(
             path=self.path,
             size_bytes=self.size_bytes,
