@@ -656,7 +656,7 @@ _STORE_MUTANTS = [
         "store/upload.py",
         "if ours_bytes == total_bytes:",
         "if ours_bytes is not None:",
-        [_REMOTE, _RETRY],
+        [f"{_RETRY}::test_an_object_of_ours_that_is_too_short_is_not_complete"],
     ),
     Mutant(
         "store/backends/s3.py",
@@ -680,7 +680,7 @@ _STORE_MUTANTS = [
         "store/threads.py",
         "        if worker.is_abandoned:\n            raise",
         "        if worker.moved_s < 0:\n            raise",
-        [_RETRY],
+        [f"{_RETRY}::test_a_call_that_was_given_up_sends_no_further_request"],
     ),
 ]
 
@@ -719,7 +719,7 @@ _TRANSFER_MUTANTS = [
         "transfer/ranges.py",
         "judged = stop if stop == length else stop - stop % read.block_bytes",
         "judged = stop",
-        [_TRANSFER],
+        [f"{_TRANSFER}::test_a_check_gets_whole_blocks"],
     ),
     Mutant(
         "transfer/ranges.py",
@@ -746,13 +746,16 @@ _TRANSFER_MUTANTS = [
         ["tests/unit/test_chunks.py::test_every_selection_gets_what_slicing_gives"],
     ),
     Mutant(
-        "transfer/workers.py", "if not self._cancelled:", "if self._threads:", [_TRANSFER, _WRITER]
+        "transfer/workers.py",
+        "if not self._cancelled:",
+        "if self._threads:",
+        [f"{_TRANSFER}::test_after_a_failure_no_other_job_is_begun"],
     ),
     Mutant(
         "transfer/writing.py",
         "most = options.thread_count if capabilities.parallel_parts else 1",
         "most = options.thread_count",
-        [_WRITER],
+        [f"{_WRITER}::test_a_storage_that_takes_parts_in_order_gets_one_at_a_time"],
     ),
     Mutant(
         "transfer/writing.py",

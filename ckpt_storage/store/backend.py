@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a storage can do, told without asking it.
+    """What a storage can do, known without a request.
 
     kind: family of storages, for messages and tuning.
     is_remote: a request costs a network round trip.
@@ -105,7 +105,7 @@ class Part:
     """One part that the storage has taken; JSON, so that it travels between processes.
 
     number: from 0, ascending with the offsets; S3 wants them without a gap.
-    receipt: what the storage wants to see again. crc32c: what it told of a copied part.
+    receipt: what the storage needs back at the end. crc32c: of a copied part, from the storage.
     """
 
     number: int
@@ -124,8 +124,8 @@ class Part:
         kinds = (int, int, int, str, int | None)
         if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
             raise ValueError(f"{values!r} is no part")
-        told: dict[str, Any] = dict(zip(cls.__slots__, values, strict=True))
-        return cls(**told)
+        fields: dict[str, Any] = dict(zip(cls.__slots__, values, strict=True))
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class OpenUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an opener of backends is told beside the location; `request_timeout_s` is of a call.
+    """The arguments of an opener of backends beside the location; `request_timeout_s` is of a call.
 
     sync_files, page_cache: as for `save`; for file systems.
     """
@@ -228,7 +228,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
-        """Fill the memory of each range; return the object's size, if the storage told it.
+        """Fill the memory of each range; return the object's size, if the storage reports it.
 
         Take the next range only when the last one is filled: it is checked then. Raise
         `ShortReadError`, or what means HTTP's 416, if the object, or the answer, ends within one.
@@ -357,7 +357,7 @@ class Backend(abc.ABC):
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """Have the storage copy bytes of another object as one part.
 
-        Raise `IntegrityError` if the source's length is told and is not `copy.source_bytes`.
+        Raise `IntegrityError` if the source's length is known and is not `copy.source_bytes`.
         """
         del token, copy
         raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
@@ -375,11 +375,13 @@ class Backend(abc.ABC):
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by an object that is put and deleted."""
         self.put(probe_path, [memoryview(b"clock\n")])
-        told = self.stat(probe_path).modified_s
+        modified_s = self.stat(probe_path).modified_s
         self.delete([probe_path])
-        if told is None:
-            raise UnsupportedByStoreError("No times of objects are told.", kind="unsupported")
-        return told
+        if modified_s is None:
+            raise UnsupportedByStoreError(
+                "The storage reports no times of objects.", kind="unsupported"
+            )
+        return modified_s
 
     def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002
         """Return what an exception of this storage's client means; None: what it means anywhere."""

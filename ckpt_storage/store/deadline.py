@@ -15,7 +15,7 @@ from ckpt_storage.options import Phase, Timeouts
 _CUT_S = 0.05
 
 LOOK_S = 0.2
-"""How often whoever waits looks whether its operation has failed elsewhere."""
+"""How often a waiting thread checks whether its operation has failed elsewhere."""
 
 NEVER_S = 10 * 365 * 86_400.0
 """No work lasts longer; infinity is no number that clocks and locks take."""

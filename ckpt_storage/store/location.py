@@ -86,12 +86,12 @@ class Location:
         match = _SCHEME.match(text)
         if match is None:
             return cls(protocol="file", target=_absolute(text), storage_options=options)
-        given, rest = match.group(1).lower(), text[match.end() :]
-        protocol = kept_scheme(given)
+        scheme, rest = match.group(1).lower(), text[match.end() :]
+        protocol = kept_scheme(scheme)
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            _check_scheme(protocol, given, without_password(f"{given}://{rest}"))
+            _check_scheme(protocol, scheme, without_password(f"{scheme}://{rest}"))
             if "protocol" in options:
                 # fsspec would follow it instead of the URL.
                 raise _bad("storage_options has 'protocol'.", "Leave it out: the URL names it.")
@@ -199,10 +199,10 @@ def address_of(location: Location) -> str:
     """Return the URL that requests go to as options and environment tell it, or ""."""
     options = location.storage_options
     text = str(options.get("connection_string") or "")
-    told = dict(part.partition("=")[::2] for part in text.split(";"))
+    connection = dict(part.partition("=")[::2] for part in text.split(";"))
     inner = options.get("client_kwargs") or {}
     names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
-    found = [source.get(name) for source in (options, inner, told) for name in names]
+    found = [source.get(name) for source in (options, inner, connection) for name in names]
     found += [os.environ.get(name) for name in variables]
     value = next((value for value in found if isinstance(value, str) and value), "")
     return value if not value or "://" in value else f"//{value}"
@@ -327,7 +327,7 @@ def installed_backends() -> Mapping[str, EntryPoint]:
     return {kept_scheme(entry.name): entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
-def _check_scheme(protocol: str, given: str, shown: str) -> None:
+def _check_scheme(protocol: str, scheme: str, shown: str) -> None:
     """Refuse a scheme that does not exist, has no backend installed or is no storage."""
     ours = {*REGISTERED, *installed_backends()}
     if protocol in ours:
@@ -337,16 +337,16 @@ def _check_scheme(protocol: str, given: str, shown: str) -> None:
             "Give the URL of the storage itself, one that takes writes; for an object store write "
         )
         step += "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
-        raise _bad(f"{given}:// can only be read, or wraps another file system.", step)
+        raise _bad(f"{scheme}:// can only be read, or wraps another file system.", step)
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # costs time
 
     if protocol not in {*known_implementations, *registry}:
         names = sorted({*known_implementations, *registry, *ours, *_SPELT_ALIKE})
         # One with another first letter is hardly what was meant.
-        alike = [name for name in names if name[0] == given[0]]
-        near = difflib.get_close_matches(given, alike, 1, 0.5)
+        alike = [name for name in names if name[0] == scheme[0]]
+        near = difflib.get_close_matches(scheme, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
-        step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
+        step = f"{hint}Install the fsspec backend that provides {scheme}://, or register_backend()."
         # A child of multiprocessing and our own worker bear a name; a script's process does not.
         if multiprocessing.current_process().name != "MainProcess":
             step = (

@@ -160,7 +160,7 @@ _CERTIFICATE = _BY_SIGN["ssl.SSLCertVerificationError"]
 _UNKNOWN = _BY_SIGN["botocore.ProfileNotFound"]
 _REFUSED = _UNKNOWN._replace(kind="refused")
 # paramiko's, for a closed connection and for most of what a server refuses.
-_NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
+_NO_REASON = _Meaning("other", "Look into the server's log: it gave no reason.", retryable=True)
 _UNKNOWN_NUMBER = _Meaning(
     "other", "Check the path, the file system and its mount.", retryable=False
 )

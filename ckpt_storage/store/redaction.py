@@ -21,7 +21,7 @@ _RANDOM = re.compile(
     r"(?=\S*[a-z])(?=\S*[A-Z])(?=\S*[0-9])(?!\S*://)[A-Za-z0-9+=_.~-][A-Za-z0-9+/=_.~-]{19,}"
     r"|[0-9A-Fa-f]{32,}"
 )
-"""What is hidden whatever its option is called: long, and neither a word, a path nor a name."""
+"""What is hidden whatever its option is called: long, and neither plain text, a path nor a name."""
 
 _TELLING_NAME = re.compile(
     r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
@@ -51,9 +51,9 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def without_password(given: str) -> str:
+def without_password(text: str) -> str:
     """Return what a user gave as a URL, however misspelt, without secrets."""
-    return _MANGLED.sub(r"\1***@", without_secrets(given))
+    return _MANGLED.sub(r"\1***@", without_secrets(text))
 
 
 def scrubber(storage_options: object, *urls: str) -> Callable[[str], str]:

@@ -123,7 +123,7 @@ class Store(Calls):
         except Exception as error:
             if lent.failures:
                 if isinstance(lent.failures[0], IntegrityError) and size_bytes is not None:
-                    # A file of another length is told as such, not by the first wrong block.
+                    # A wrong length is reported as such, not as the first wrong block.
                     self._check_length(path, size_bytes, backend.stat(path).size_bytes)
                 return lent.failures
             if getattr(self.explain(error, "read", path), "kind", "") != "range":
@@ -293,8 +293,8 @@ class Store(Calls):
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
         """Join another process's upload of the same path; one that is over refuses what is asked.
 
-        Whoever completes it gives the `write_id` of the owner. Raises `UnsupportedByStoreError`
-        unless `capabilities.tokens_travel`.
+        The process that completes it passes the `write_id` of the owner. Raises
+        `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
         return Upload(self, path, joined=token, write_id=write_id)
 
@@ -424,7 +424,7 @@ class Store(Calls):
             self.run(what, shown, methodcaller("delete", some))
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete an object if it is of the version that `get` told.
+        """Delete an object if it is of the version that `get` returned.
 
         Raises `StorageError` of kind "precondition" if it is another (on some storages also if it
         is gone), and `UnsupportedByStoreError` where the storage cannot decide that.

@@ -23,7 +23,7 @@ from .problems import unable
 from .threads import AbandonedError, moved
 
 _State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
-"""Closed is one whose receipts were told: no more is written."""
+""""closed": its receipts were returned, so no part is written any more."""
 
 SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
@@ -102,8 +102,8 @@ class Upload:
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
     ) -> Part:
-        told = backend.put_part(self._path, token, part.number, part.offset, data, last=last)
-        return replace(part, receipt=told)
+        receipt = backend.put_part(self._path, token, part.number, part.offset, data, last=last)
+        return replace(part, receipt=receipt)
 
     def _fits_put(self, part: Part) -> bool:
         most_bytes = self._capabilities.max_put_bytes

@@ -48,6 +48,41 @@ def writer(backend: Backend, options: TransferOptions = OPTIONS) -> ShardFileWri
     return ShardFileWriter(sent, options.block_bytes)
 
 
+def test_a_storage_that_takes_parts_in_order_gets_one_at_a_time() -> None:
+    """Whatever the number of threads, no part is sent while another part is in flight."""
+    both, numbers, in_flight = threading.Event(), list[int](), list[int]()
+
+    class InOrder(Remote):
+        capabilities = dataclasses.replace(Remote.capabilities, parallel_parts=False)
+
+        def put_part(self, path: str, token: str, number: int, *rest: Any, **options: Any) -> str:
+            in_flight.append(number)
+            if len(in_flight) > 1:
+                both.set()
+            # Long enough for a second thread to come, if there is one.
+            both.wait(0.1)
+            numbers.append(number)
+            receipt = super().put_part(path, token, number, *rest, **options)
+            in_flight.remove(number)
+            return receipt
+
+    options = dataclasses.replace(OPTIONS, thread_count=4)
+    backend = InOrder(Location.of(f"memory://{uuid.uuid4().hex}"))
+    sent = ObjectWriter(
+        Store(backend, url="far://"),
+        "x",
+        options=options,
+        planned_bytes=3 * PART_BYTES,
+        deadline=Deadline("write", 30),
+        on_bytes=lambda _: None,
+    )
+    for number in range(3):
+        sent.write(memoryview(bytes([number]) * PART_BYTES))
+    sent.complete()
+    assert numbers == [0, 1, 2]
+    assert not both.is_set()
+
+
 _PATTERN = bytes(i * 7 % 251 for i in range(251)) * 200
 
 

@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ckpt_storage.store.backend import (
     Buffers,
     Content,
     ObjectInfo,
+    Part,
     Range,
     ShortReadError,
 )
@@ -32,7 +33,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import create_new, find_abilities
 from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count
+from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count, moved
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 
@@ -297,6 +298,46 @@ def test_a_response_cut_before_the_end_of_the_object_is_read_again(bench: Bench)
     store.read("x", [(0, memoryview(memory_of_range))])
     assert memory_of_range == b"data"
     assert bench.calls.count("read") == 2
+
+
+def test_an_object_of_ours_that_is_too_short_is_not_complete(bench: Bench) -> None:
+    """After a lost response of the completion the length counts, not the write id alone."""
+
+    class Short(Remote):
+        def complete_upload(
+            self, path: str, token: str, parts: Sequence[Part], *, write_id: str
+        ) -> None:
+            del token, parts
+            self.put(path, [memoryview(b"da")], write_id=write_id)
+            raise StorageError("lost", kind="connection", retryable=False)
+
+    upload = begun(bench.store(backend=Short(bench.location)))
+    upload.token()
+    upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    assert error_of(lambda: upload.complete(4)).kind == "connection"
+    upload.abort()
+
+
+def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None:
+    """Its next report of progress raises in its thread, which nobody waits for any more."""
+    late, ends = threading.Event(), list[BaseException]()
+
+    class Slow(Remote):
+        def delete(self, paths: Collection[str]) -> None:
+            late.wait(WAIT_S)
+            try:
+                moved()
+            except StorageError as error:
+                ends.append(error)
+                raise
+            ends.append(AssertionError(f"{paths} were deleted"))
+
+    once = RetryPolicy(attempt_count=1)
+    store = bench.store(backend=Slow(bench.location), policy=once, request_timeout_s=SHORT_S)
+    assert isinstance(error_of(lambda: store.delete(["x"])), AbandonedError)
+    late.set()
+    until(lambda: ends)
+    assert [type(end) for end in ends] == [AbandonedError]
 
 
 def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:

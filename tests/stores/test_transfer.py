@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,44 @@ def test_a_piece_that_is_read_again_is_checked_again() -> None:
     store.close()
     assert backend.attempt_count == 2
     assert wrong == [0]
+
+
+def test_after_a_failure_no_other_job_is_begun() -> None:
+    """Jobs that wait when one fails only release what they hold."""
+    queued, jobs, ended = threading.Event(), list[str](), list[str]()
+
+    def fail() -> None:
+        queued.wait(60.0)
+        raise ValueError("the first job")
+
+    deadline = Deadline("write", 60.0)
+    with Workers(1, name="jobs", deadline=deadline, limit=lambda: 9) as workers:
+        workers.submit(fail)
+        for name in ("a", "b"):
+            workers.submit(partial(jobs.append, name), ended=partial(ended.append, name))
+        queued.set()
+        with pytest.raises(ValueError, match="the first job"):
+            workers.drain()
+    assert (jobs, ended) == ([], ["a", "b"])
+
+
+def test_a_check_gets_whole_blocks() -> None:
+    """A piece that ends within a block is checked as far as its last whole block."""
+    disk, size, block_bytes = Disk(), 9 << 20, 3 << 18
+    disk.put("x", bytes(size))
+    store = Store(DictBackend(disk, dataclasses.replace(CAS, is_remote=False)), url="dict://root")
+    checked: list[tuple[int, int]] = []
+
+    def check(view: memoryview, at: int) -> None:
+        checked.append((at, at + len(view)))
+
+    into = memoryview(bytearray(size))
+    whole = RangeRead(path="x", start=0, stop=size, into=into, check=check, block_bytes=block_bytes)
+    RangeReader(store, TransferOptions(thread_count=1)).run([whole])
+    store.close()
+    assert len(checked) > 1
+    assert [start for start, _ in checked] == [0, *(stop for _, stop in checked[:-1])]
+    assert all(stop % block_bytes == 0 for _, stop in checked[:-1])
 
 
 SLOT_1, SLOT_2 = "commits/00000001.json", "commits/00000002.json"

@@ -53,14 +53,14 @@ class AzureBackend(clouds.CloudBackend):
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
-        connect_s, read_s = clouds.waits(self._timeout_s)
+        connect_s, read_s = clouds.client_timeouts(self._timeout_s)
         timeouts = {"connection_timeout": connect_s, "read_timeout": read_s}
         self._settings: dict[str, Any] = {"retry_total": 0, **timeouts}
 
     tail = Backend.tail
     """Blob Storage has no ranges that count from the end."""
 
-    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
         found = await self._ask(fs, "get_blob_properties", path)
         if _is_folder(found):
             raise FileNotFoundError(path)
@@ -74,18 +74,25 @@ class AzureBackend(clouds.CloudBackend):
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         asked = {} if start is None else {"offset": start, "length": length}
         stream = await self._ask(fs, "download_blob", path, **asked)
-        first, told = clouds.span_of(stream.properties.content_range, stream.size)
+        first, total_bytes = clouds.span_of(stream.properties.content_range, stream.size)
         version = stream.properties.etag
-        yield clouds.Body(pieces=stream.chunks(), first=first, total_bytes=told, version=version)
+        yield clouds.Body(
+            pieces=stream.chunks(), first=first, total_bytes=total_bytes, version=version
+        )
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
+        self,
+        fs: ForeignFs,
+        path: str,
+        data: Buffers,
+        write_id: str | None,
+        terms: clouds.Preconditions,
     ) -> None:
         """Put Blob, in one request up to the SDK's limit of 64 MiB."""
         body = b"".join(data)
-        given = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
-        given["validate_content"] = True  # an MD5 that the service checks
-        await self._ask(fs, "upload_blob", path, io.BytesIO(body), **given, **terms)
+        options = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
+        options["validate_content"] = True  # an MD5 that the service checks
+        await self._ask(fs, "upload_blob", path, io.BytesIO(body), **options, **terms)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete blobs, but none with a part "." or "..".
@@ -98,7 +105,7 @@ class AzureBackend(clouds.CloudBackend):
             log.warning("Names such as %r are not deleted", unsafe)
         super().delete(safe)
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
         # A slash was put behind what stands for a folder; some bear one of their own.
         await self._ask(fs, "delete_blob", path.removesuffix("/"), **terms)
 
@@ -120,7 +127,9 @@ class AzureBackend(clouds.CloudBackend):
             break
         return found, pages.continuation_token
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
+    def _terms(
+        self, *, if_absent: bool = False, if_match: str | None = None
+    ) -> clouds.Preconditions:
         from azure.core import MatchConditions  # noqa: PLC0415  # comes with adlfs
 
         if if_absent:
@@ -187,10 +196,12 @@ class AzureBackend(clouds.CloudBackend):
             raise StorageError(what, retryable=True, next_step="Copy again.")
         check_copied(source, made.size, size_bytes)
 
-    async def _ask(self, fs: ForeignFs, method: str, path: str, *given: Any, **named: Any) -> Any:
+    async def _ask(
+        self, fs: ForeignFs, method: str, path: str, *arguments: Any, **named: Any
+    ) -> Any:
         """Call a method of the SDK's client of one blob, which shares the service's connections."""
         blob = fs.service_client.get_blob_client(self._place[0], self._name(path))
-        return await getattr(blob, method)(*given, **named, **self._settings)
+        return await getattr(blob, method)(*arguments, **named, **self._settings)
 
 
 def _metadata(write_id: str | None) -> dict[str, str]:

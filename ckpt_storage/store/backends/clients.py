@@ -383,10 +383,10 @@ class ClientBackend(Backend):
             # Not every class takes a loop, or passes it on.
             family = type(family)(family.__name__, (family,), {"loop": property(lambda _: loop)})
         try:
-            told: Mapping[str, Any] = family._get_kwargs_from_urls(target)  # noqa: SLF001  # of every class of fsspec
-            # What is told twice must be the same.
-            told = {name: told[name] for name in told if told[name] != self._options.get(name)}
-            return family(**told, **self._options, skip_instance_cache=True)
+            parsed: Mapping[str, Any] = family._get_kwargs_from_urls(target)  # noqa: SLF001  # of every class of fsspec
+            # A value in both the URL and the options must be the same.
+            parsed = {k: value for k, value in parsed.items() if value != self._options.get(k)}
+            return family(**parsed, **self._options, skip_instance_cache=True)
         except CheckpointError:
             raise
         except ImportError as error:

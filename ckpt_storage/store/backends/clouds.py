@@ -34,7 +34,7 @@ _AT_ONCE = 16
 _CODES_OF_BOTH = frozenset({"", "404", "notFound"})
 """What a service answers for an absent object and for an absent bucket: to a HEAD, and Google."""
 
-Terms: TypeAlias = Mapping[str, Any]
+Preconditions: TypeAlias = Mapping[str, Any]
 """How a request says that nothing, or a version, is to be there."""
 
 
@@ -51,7 +51,7 @@ class Body:
 CLOUD = Capabilities(kind="generic", exclusive_create=True, if_match=True, atomic_replace=True)
 """What all of them promise; servers that only speak like one may ignore the conditions."""
 
-Told: TypeAlias = tuple[int, float | None, str, str | None]
+ObjectStat: TypeAlias = tuple[int, float | None, str, str | None]
 """Of an object: its length in bytes, time of last change, version and write id."""
 
 Page: TypeAlias = tuple[Sequence[ObjectInfo], Any]
@@ -62,7 +62,7 @@ class CloudBackend(ClientBackend):
     """A prefix in a bucket; each cloud has six requests of its own, and its uploads."""
 
     @abc.abstractmethod
-    async def _head(self, fs: ForeignFs, path: str) -> Told:
+    async def _head(self, fs: ForeignFs, path: str) -> ObjectStat:
         """Ask what is known of an object."""
 
     @abc.abstractmethod
@@ -73,12 +73,12 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Preconditions
     ) -> None:
         """Put a whole object."""
 
     @abc.abstractmethod
-    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> None:
         """Delete an object; one that is not there may be an error."""
 
     @abc.abstractmethod
@@ -86,13 +86,13 @@ class CloudBackend(ClientBackend):
         """List names that begin with `below`; folders have a path that ends in a slash."""
 
     @abc.abstractmethod
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Preconditions:
         """Return the condition of a request."""
 
     def stat(self, path: str) -> ObjectInfo:
         size_bytes, at_s, version, write_id = self._run(self._head, path)
-        told = ObjectInfo(path=path, size_bytes=size_bytes, modified_s=at_s)
-        return replace(told, version=version, write_id=write_id)
+        info = ObjectInfo(path=path, size_bytes=size_bytes, modified_s=at_s)
+        return replace(info, version=version, write_id=write_id)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Ask for the object, and take no more of it than is wanted."""
@@ -249,7 +249,7 @@ def range_header(start: int, length: int) -> str:
     return f"bytes=-{length}" if start < 0 else f"bytes={start}-{start + length - 1}"
 
 
-def waits(request_s: float) -> tuple[float, float]:
+def client_timeouts(request_s: float) -> tuple[float, float]:
     """Return how long a client waits for a connection, and for more of an answer (seconds)."""
     return min(10.0, request_s), min(60.0, request_s)
 

@@ -104,7 +104,7 @@ class Draft:
                 self._sync_content(fd)
                 if not self._sync:
                     self._posix.write_out(fd)
-            # From here on whoever has the receipts may complete it.
+            # From here on any process that has the receipts may complete it.
             self.is_own = False
             self._close_unused()
             self._state = "open"
@@ -240,7 +240,7 @@ class Draft:
             self._user_count += 1
             if alone:
                 self._has_ended = True
-        # Told is what failed first: a full disk, say, and not the close after it.
+        # The first failure is raised: a full disk, say, and not the close after it.
         quiet: contextlib.AbstractContextManager[None] = contextlib.suppress(OSError)
         try:
             yield fd

@@ -56,10 +56,10 @@ class GcsBackend(clouds.CloudBackend):
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
         # How many bytes each session holds, and once they are the object, its checksum. One that
-        # may hold more than was told is not among them, and is asked.
+        # may hold more than the response says is not among them, and is requested.
         self._sessions: dict[str, tuple[int, str | None]] = {}
 
-    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
         found = await self._document(fs, "GET", self._address(path))
         write_id = found.get("metadata", {}).get(clouds.WRITE_ID, "")
         at_s, version = _seconds(found.get("updated")), str(found["generation"])
@@ -75,12 +75,19 @@ class GcsBackend(clouds.CloudBackend):
             version = answer.headers.get("X-Goog-Generation")
             if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
-            first, told = clouds.span_of(answer.headers.get("Content-Range"), answer.content_length)
+            first, total_bytes = clouds.span_of(
+                answer.headers.get("Content-Range"), answer.content_length
+            )
             pieces = answer.content.iter_any()
-            yield clouds.Body(pieces=pieces, first=first, total_bytes=told, version=version)
+            yield clouds.Body(pieces=pieces, first=first, total_bytes=total_bytes, version=version)
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
+        self,
+        fs: ForeignFs,
+        path: str,
+        data: Buffers,
+        write_id: str | None,
+        terms: clouds.Preconditions,
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
         # It refuses a body that has another.
@@ -95,7 +102,7 @@ class GcsBackend(clouds.CloudBackend):
         query, at = {"uploadType": "multipart", **terms}, f"/upload{self._objects}"
         await self._document(fs, "POST", at, query=query, headers=headers, data=body)
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
         await self._remove(fs, self._address(path), query=terms)
 
     async def _remove(self, fs: ForeignFs, /, address: str, **more: Any) -> None:
@@ -118,7 +125,9 @@ class GcsBackend(clouds.CloudBackend):
         found += map(self._listed, page.get("prefixes", ()))
         return found, page.get("nextPageToken")
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
+    def _terms(
+        self, *, if_absent: bool = False, if_match: str | None = None
+    ) -> clouds.Preconditions:
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
@@ -160,7 +169,7 @@ class GcsBackend(clouds.CloudBackend):
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
-        """Ask the session whether it is over, unless the answer to its last part told it."""
+        """Ask the session whether it is over, unless the response to its last part says so."""
         sizes = [part.size_bytes for part in parts]
         sent = clouds.encoded(combine_many([int(part.receipt) for part in parts], sizes))
         kept, whole = self._sessions.pop(token, (0, None))
@@ -282,7 +291,7 @@ class GcsBackend(clouds.CloudBackend):
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
-        connect_s, read_s = clouds.waits(self._timeout_s)
+        connect_s, read_s = clouds.client_timeouts(self._timeout_s)
         async with fs.session.request(
             method,
             yarl.URL(url, encoded=True),

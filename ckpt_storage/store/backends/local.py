@@ -41,7 +41,7 @@ from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
 
 T = TypeVar("T")
 
-# Reads of as much are told to the kernel, which then reads twice as far ahead; not by
+# Reads of this length are announced to the kernel, which then reads twice as far ahead; not by
 # POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
 _READ_ON_BYTES = 1 << 20
 

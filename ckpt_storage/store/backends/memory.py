@@ -58,8 +58,8 @@ class MemoryBackend(Backend):
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         data = self._data(self._full(path))
-        told = data if max_bytes is None else data[: max_bytes + 1]
-        return Content(data=told, version=_version(data))
+        content = data if max_bytes is None else data[: max_bytes + 1]
+        return Content(data=content, version=_version(data))
 
     def tail(self, path: str, byte_count: int) -> Content:
         data = self._data(self._full(path))
@@ -172,9 +172,9 @@ class MemoryBackend(Backend):
 
     def _info(self, full: str) -> ObjectInfo:
         file, path = self._file(full), full[len(self._root) + 1 :]
-        told = ObjectInfo(path=path, size_bytes=len(file.getvalue()))
+        info = ObjectInfo(path=path, size_bytes=len(file.getvalue()))
         write_id = getattr(file, "write_id", None)
-        return replace(told, modified_s=file.modified.timestamp(), write_id=write_id)
+        return replace(info, modified_s=file.modified.timestamp(), write_id=write_id)
 
 
 def _pieces(path: str, token: str) -> dict[int, bytes]:

@@ -99,7 +99,7 @@ class S3Backend(clouds.CloudBackend):
         bucket, prefix, _ = self._take().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
-    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
         answer = await self._head_object(fs, self._name(path))
         write_id = answer.get("Metadata", {}).get(clouds.WRITE_ID)
         return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
@@ -121,7 +121,7 @@ class S3Backend(clouds.CloudBackend):
         asked = {} if start is None else {"Range": clouds.range_header(start, length)}
         answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
         # Not by the status: some servers answer a range with 200.
-        first, told = clouds.span_of(answer.get("ContentRange"), answer["ContentLength"])
+        first, total_bytes = clouds.span_of(answer.get("ContentRange"), answer["ContentLength"])
         async with answer["Body"] as body:
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
@@ -129,10 +129,15 @@ class S3Backend(clouds.CloudBackend):
                 connection.transport.max_size = _PIECE_BYTES
             # As it came: asking for a length joins what came.
             pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
-            yield clouds.Body(pieces=pieces, first=first, total_bytes=told, version=version)
+            yield clouds.Body(pieces=pieces, first=first, total_bytes=total_bytes, version=version)
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
+        self,
+        fs: ForeignFs,
+        path: str,
+        data: Buffers,
+        write_id: str | None,
+        terms: clouds.Preconditions,
     ) -> None:
         named: dict[str, Any] = {"Key": self._name(path)}
         named |= {"Metadata": {clouds.WRITE_ID: write_id}} if write_id else {}
@@ -144,8 +149,8 @@ class S3Backend(clouds.CloudBackend):
             if not is_open or _code_of(error) not in _CHANGED:
                 raise
             # Refused although it is there: Ceph's RGW compares the ETag without its quotes.
-            told = await self._head(fs, path)
-            if told[2] != terms["IfMatch"]:
+            stat = await self._head(fs, path)
+            if stat[2] != terms["IfMatch"]:
                 raise
             bare = {"IfMatch": _bare(terms["IfMatch"])}
             await self._ask_checked(fs, "put_object", data, **named, **bare)
@@ -154,13 +159,13 @@ class S3Backend(clouds.CloudBackend):
             if "IfMatch" in terms and dialect.has_bare_etags is None:
                 dialect.has_bare_etags = False
 
-    def _spelt(self, terms: clouds.Terms) -> clouds.Terms:
+    def _spelt(self, terms: clouds.Preconditions) -> clouds.Preconditions:
         """Return conditions with ETags as this server compares them."""
         if "IfMatch" in terms and self._dialect.has_bare_etags:
             return {**terms, "IfMatch": _bare(terms["IfMatch"])}
         return terms
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
         try:
             await self._ask(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
         except Exception as error:
@@ -181,7 +186,9 @@ class S3Backend(clouds.CloudBackend):
         found += [self._listed(one["Prefix"]) for one in answer.get("CommonPrefixes", ())]
         return found, answer["IsTruncated"] and answer.get("NextContinuationToken")
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
+    def _terms(
+        self, *, if_absent: bool = False, if_match: str | None = None
+    ) -> clouds.Preconditions:
         if if_absent:
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
@@ -211,10 +218,10 @@ class S3Backend(clouds.CloudBackend):
         address = copy.source.address
         source = self._sources.get((token, address))
         if source is None:
-            told = self._run(self._head_object, address)
+            head = self._run(self._head_object, address)
             if len(self._sources) >= _SOURCE_COUNT:
                 self._sources.clear()
-            known = str(told["ETag"]), int(told["ContentLength"])
+            known = str(head["ETag"]), int(head["ContentLength"])
             source = self._sources.setdefault((token, address), known)
         etag, found_bytes = source
         check_source(copy, found_bytes)
@@ -359,7 +366,10 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
     What the user set stays. Checksums only where S3 requires them, as other servers refuse the
     headers. Bodies are signed where somebody could change them.
     """
-    options, (connect_s, read_s) = location.storage_options, clouds.waits(request_timeout_s)
+    options, (connect_s, read_s) = (
+        location.storage_options,
+        clouds.client_timeouts(request_timeout_s),
+    )
     ours = {
         "connect_timeout": connect_s,
         "max_pool_connections": _POOL_CONNECTIONS,
