@@ -165,7 +165,7 @@ class FilesSave:
     def decide(self, proposals: Sequence[Any]) -> object:
         """Return the ticket of the save, for all ranks."""
         assert self._session is not None  # noqa: S101  # it has begun
-        return self._session.begin(len(proposals), 0)
+        return self._session.begin(len(proposals), 0, ())
 
     def accept(self, answer: object) -> str | None:
         """Take the ticket."""
