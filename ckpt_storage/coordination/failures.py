@@ -147,7 +147,7 @@ def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -
 def redacted_url(url: object) -> str:
     """Return a user's `url` for messages, whatever was passed; without credentials."""
     try:
-        return Location.of(url).url  # type: ignore[arg-type]  # it raises for all else
+        return Location.to_read(url).url  # type: ignore[arg-type]  # it raises for all else
     except CheckpointError:
         return "a place that cannot be used"
 

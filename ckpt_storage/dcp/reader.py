@@ -95,7 +95,7 @@ class CheckpointStorageReader(StorageReader):
         arguments = locals()
         super().__init__()
         self._path = path
-        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.to_read(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -124,7 +124,7 @@ class CheckpointStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this reader could read from."""
         try:
-            Location.of(checkpoint_id)
+            Location.to_read(checkpoint_id)
         except CheckpointError:
             return False
         return True

@@ -188,8 +188,9 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        found = ConsolidateSpec.of(Location.of(url, storage_options), options)
-        return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
+        parse = Location.of if output is None else Location.to_read
+        spec = ConsolidateSpec.of(parse(url, storage_options), options)
+        return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
     return run_in(group, "consolidate", what, timeouts, job, _Consolidation)

@@ -198,7 +198,8 @@ def test_bytes_beside_a_tensor_in_a_tuple_come_back(
     with caplog.at_level(logging.WARNING, "ckpt_storage"):
         save(state, tmp_path)
     assert not [record for record in caplog.records if record.name == "ckpt_storage"]
-    load(target := {"pair": None, "rng": None}, tmp_path)
+    target: dict[str, Any] = {"pair": None, "rng": None}
+    load(target, tmp_path)
     assert same(target["pair"], state["pair"])
     assert np.array_equal(target["rng"][0], state["rng"][0])
     ckpt_storage.convert(tmp_path, tmp_path / "out.pt", to="torch_save")
