@@ -1,8 +1,8 @@
 # The public names, each imported when it is first used.
 
 from .background.handle import SaveHandle as SaveHandle
-from .background.handle import SaveProgress as SaveProgress
-from .background.handle import SaveState as SaveState
+from .background.save_state import SaveProgress as SaveProgress
+from .background.save_state import SaveState as SaveState
 from .background.saver import AsyncSaver as AsyncSaver
 from .background.saver import save_async as save_async
 from .commit.info import CheckpointInfo as CheckpointInfo
@@ -49,6 +49,7 @@ from .inspect.verify import verify as verify
 from .loads.load import load as load
 from .loads.per_rank import PerRank as PerRank
 from .manager.delete import delete as delete
+from .manager.following import follow as follow
 from .manager.listing import list_checkpoints as list_checkpoints
 from .manager.manager import CheckpointManager as CheckpointManager
 from .manager.policies import Candidate as Candidate
@@ -61,6 +62,7 @@ from .manager.policies import RetentionPolicy as RetentionPolicy
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored
 from .manager.retention import PruneReport as PruneReport
+from .observe.stats import OperationStats as OperationStats
 from .options import ProgressEvent as ProgressEvent
 from .options import RetryPolicy as RetryPolicy
 from .options import Timeouts as Timeouts

@@ -58,6 +58,10 @@ STOCK_ENTRY_LIMIT = 200_000
 """Items of all ranks up to which `.metadata` is written unasked: some 40 MB, read by every rank."""
 
 
+DEFAULT_GROUPS = ("optim*",)
+"""What has shard files of its own: the optimizer's state, which has more bytes than the model."""
+
+
 def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """Return the default ceiling of buffers of this process, one of several ranks of its node.
 

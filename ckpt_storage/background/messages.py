@@ -34,7 +34,15 @@ class StepCall:
     """Calls one step of the save, as `RankSave` has it."""
 
     step: Step
-    argument: Any = None
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogMessage:
+    """What the worker logs; the trainer logs it, with the handlers of its own."""
+
+    level: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

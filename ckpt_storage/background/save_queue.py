@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.observe import telemetry
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import RankSave
 from ckpt_storage.saves.save import SaveSteps, run_save
@@ -35,15 +37,22 @@ log = logging.getLogger("ckpt_storage")
 class PendingSave:
     """One save of the queue; with `refusal` nothing is saved, and the other ranks get that error.
 
-    `packed_options` are the options as a worker gets them.
+    `packed_options` are the options as a worker gets them. `context` is that of the call of `save`,
+    for the spans of a program that traces.
     """
 
     status: SaveStatus
     options: SaveOptions
     url: str | os.PathLike[str]
     packed_options: bytes = b""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
     staging: StagingJob | None = None
     refusal: CheckpointError | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """The bytes of the copy of the state."""
+        return 0 if self.staging is None else self.staging.arena.size_bytes
 
     def refuse(self, error: BaseException) -> None:
         """Save nothing, and report to the other ranks what was raised here."""
@@ -91,6 +100,7 @@ class SaveQueue:
 
     def put(self, save: PendingSave) -> None:
         """Accept a save: its status will end. Raises `CheckpointError` without a thread."""
+        telemetry.note_background(1, save.staged_bytes)
         with self._lock:
             self._pending.append(save)
             if self._has_thread:
@@ -140,15 +150,13 @@ class SaveQueue:
         what = f"the save to {status.url}"
         try:
             with as_checkpoint_errors(what, status.rank, in_background=True):
-                info = run_save(self.ranks, save.url, save.options, begin, in_background=True)
+                run = partial(run_save, self.ranks, save.url, save.options, begin)
+                info = save.context.run(run, in_background=True)
         except CheckpointError as error:
-            what = f"save {status.save_id or '(without id)'} to {status.url}"
-            log.warning("%s failed on rank %d: %s", what, status.rank, error)
             # An abandoned thread may still read the state.
             self._free(save, is_read=abandoned_thread_count() > 0)
             status.fail(error)
         else:
-            log.info("save %s to %s is committed on rank %d", info.save_id, status.url, status.rank)
             self._free(save, is_read=False)
             status.succeed(info)
 
@@ -164,6 +172,7 @@ class SaveQueue:
             # Also a failed rank waits for the others, to report its error.
             operation.phase("plan")
         save.status.mark_staged()
+        operation.timeline.add("stage", staging.start_s, staging.end_s)
         save.status.follow(lambda: (operation.progress(), operation.save_id), operation.failed)
         if self._start_worker is None:
             memory, planner = staging.arena.memory, save.options.planner
@@ -185,10 +194,11 @@ class SaveQueue:
         """Reuse the memory for the next save, unless a thread may still read or write there."""
         # Before a caller that waits for the save returns, and perhaps calls `close`.
         self._is_busy = False
+        telemetry.note_background(-1, -save.staged_bytes)
         staging, save.staging = save.staging, None
         if staging is None:
             return
         if is_read or not staging.done():
             staging.arena.close()
         else:
-            self.arenas.give_back(staging.arena)
+            self.arenas.release(staging.arena)

@@ -15,7 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy
 from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
 from ckpt_storage.coordination.liveness import WORKER_BEAT_S, Heartbeats, worker_keys
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -23,11 +23,19 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import RankSave
 from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.store import redacted_url
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 
 from .arenas import map_shared
-from .messages import FinishCall, HeartbeatRequest, Response, SaveRequest, StepCall
+from .messages import (
+    FinishCall,
+    HeartbeatRequest,
+    LogMessage,
+    Response,
+    SaveRequest,
+    StepCall,
+)
 from .staged_plan import StagedPlan
 
 log = logging.getLogger("ckpt_storage")
@@ -61,11 +69,26 @@ class _SaveMonitor(Heartbeats):
             self._send(picklable_copy(error))
 
 
+class _TrainerLog(logging.Handler):
+    """Sends records to the trainer as text."""
+
+    def __init__(self, send: Callable[[LogMessage], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record, with its traceback."""
+        self._send(LogMessage(level=record.levelno, text=self.format(record)))
+
+
 class Worker:
     """The loop of one worker: one call at a time, each with a response."""
 
     def __init__(self, rank: int, pipe: Connection, *, log_level: int = logging.NOTSET) -> None:
         log.setLevel(log_level)
+        # The script of the trainer, which is imported here too, may have set up logging.
+        log.propagate = False
+        log.handlers[:] = [_TrainerLog(self._send_log)]
         self._rank = rank
         self._pipe = pipe
         self._sending = threading.Lock()
@@ -126,8 +149,7 @@ class Worker:
 
     def _step(self, call: StepCall) -> object:
         assert self._save is not None  # noqa: S101  # the request comes first
-        step = getattr(self._save, call.step)
-        return step() if call.argument is None else step(call.argument)
+        return getattr(self._save, call.step)(*call.arguments)
 
     def _finish(self) -> bool:
         """Forget the save; return False if an abandoned thread may still read the state."""
@@ -140,6 +162,12 @@ class Worker:
     def _send(self, message: object) -> None:
         with self._sending:
             self._pipe.send(message)
+
+    def _send_log(self, message: LogMessage) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the trainer is gone
+            # Between calls the trainer reads nothing.
+            if self._is_busy:
+                self._pipe.send(message)
 
     def _listen(self) -> None:
         """Receive the trainer's messages; while none comes, report progress."""

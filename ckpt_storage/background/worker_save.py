@@ -16,7 +16,8 @@ from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
-from ckpt_storage.options import Progress
+from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.options import Phase, Progress
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import Proposal
@@ -24,7 +25,15 @@ from ckpt_storage.saves.save import find_outcome, unknown_outcome
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.threads import halted
 
-from .messages import FinishCall, HeartbeatRequest, Response, SaveRequest, Step, StepCall
+from .messages import (
+    FinishCall,
+    HeartbeatRequest,
+    LogMessage,
+    Response,
+    SaveRequest,
+    Step,
+    StepCall,
+)
 from .worker_process import LOOK_S, START_S, WorkerGoneError, WorkerProcess
 
 log = logging.getLogger("ckpt_storage")
@@ -107,9 +116,9 @@ class WorkerSave:
         """Return the packed report of this rank."""
         return self._step("write")
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
         """Commit; return what was committed."""
-        info: CheckpointInfo = self._step("commit", reports)
+        info: CheckpointInfo = self._step("commit", reports, stats)
         return info
 
     def close(self) -> None:
@@ -126,9 +135,9 @@ class WorkerSave:
         except CheckpointError as error:
             log.warning("The %s did not end the save: %s", self._worker.name, error)
 
-    def _step(self, step: Step, argument: Any = None) -> Any:  # noqa: ANN401  # as the step's own
+    def _step(self, step: Step, *arguments: Any) -> Any:  # noqa: ANN401  # as the step's own
         try:
-            return self._call(StepCall(step=step, argument=argument))
+            return self._call(StepCall(step=step, arguments=arguments))
         except WorkerGoneError as gone:
             return self._resolve(gone)
 
@@ -179,11 +188,11 @@ class WorkerSave:
     def _await_response(self) -> Response:
         """Read the worker's messages until it responds; pass a failure of the operation on.
 
-        Silence is counted in looks, each after reading what has arrived: a trainer that was stopped
-        itself must not take its worker for dead.
+        Silence is counted in checks, each after reading what has arrived: a trainer that was
+        stopped itself must not take its worker for dead.
         """
         worker, operation = self._worker, self._operation
-        quiet_looks, notified_s = 0, math.inf
+        quiet_checks, notified_s = 0, math.inf
         with contextlib.ExitStack() as stack:
             show: Callable[[int], None] | None = None
             while True:
@@ -194,8 +203,8 @@ class WorkerSave:
                     notified_s = time.monotonic()
                 message = worker.receive()
                 if message is None:
-                    quiet_looks += 1
-                    if quiet_looks * LOOK_S > worker.silence_s:
+                    quiet_checks += 1
+                    if quiet_checks * LOOK_S > worker.silence_s:
                         raise WorkerGoneError(
                             f"gave no sign of life for {worker.silence_s:g} s and was ended"
                         )
@@ -203,13 +212,11 @@ class WorkerSave:
                     if time.monotonic() > end_s + _GRACE_S:
                         raise WorkerGoneError("did not give up the save and was ended")
                     continue
-                quiet_looks = 0
+                quiet_checks = 0
                 if isinstance(message, Response):
                     return message
-                if isinstance(message, CheckpointError):
-                    operation.failed(message)
-                elif not isinstance(message, RankProgress):
-                    operation.phase(message)
+                if not isinstance(message, RankProgress):
+                    self._take_notice(message)
                 elif (more_bytes := _add_progress(operation, message)) > 0:
                     show = show or stack.enter_context(
                         reporting(
@@ -222,6 +229,14 @@ class WorkerSave:
                         )
                     )
                     show(more_bytes)
+
+    def _take_notice(self, message: LogMessage | CheckpointError | Phase) -> None:
+        if isinstance(message, LogMessage):
+            log.log(message.level, "%s", message.text)
+        elif isinstance(message, CheckpointError):
+            self._operation.failed(message)
+        else:
+            self._operation.phase(message)
 
     def _error_of(self, gone: WorkerGoneError) -> RankFailedError:
         """Return the error that names the worker that is gone, and how it ended."""
@@ -255,6 +270,8 @@ def pack_options(options: SaveOptions) -> bytes:
 def _add_progress(operation: Operation, progress: RankProgress) -> int:
     """Count the progress of a worker as that of its rank; return the bytes that are new."""
     own = operation.heartbeats.own()
+    if progress.retry_count > own.retry_count:
+        operation.retried(progress.retry_count - own.retry_count)
     if progress.total_bytes:
         operation.expect(progress.total_bytes)
     more_bytes = progress.done_bytes - own.done_bytes

@@ -22,6 +22,7 @@ import click
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.inspect.views import shown
+from ckpt_storage.observe.outcome import OUTCOME_LOGGER
 from ckpt_storage.store.redaction import scrubber
 
 from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
@@ -64,6 +65,7 @@ _NAME = "ckpt-storage"
 
 _COMMANDS = {
     **dict.fromkeys(("ls", "show", "tree"), "look"),
+    "watch": "watch",
     **dict.fromkeys(("cat", "stats"), "values"),
     **dict.fromkeys(("verify", "diff"), "look"),
     **dict.fromkeys(("cp", "convert", "consolidate", "rm", "prune"), "change"),
@@ -163,7 +165,9 @@ class _Warnings(logging.Handler):
         self._given = given
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one warning."""
+        """Print one warning; how an operation ended is printed at the end of the call."""
+        if record.name == OUTCOME_LOGGER:
+            return
         _say(scrubber(_confided(self._given))(record.getMessage()))
 
 

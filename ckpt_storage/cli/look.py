@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Probe, diagnose
@@ -15,6 +16,7 @@ from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.inspect.verify import VerifyReport
 from ckpt_storage.inspect.views import human_bytes
 from ckpt_storage.manager.listing import list_checkpoints
+from ckpt_storage.observe.stats import OperationStats
 
 from . import output
 from .options import (
@@ -32,8 +34,9 @@ _SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")
+@click.option("-l", "--long", "is_long", is_flag=True, help="Also bytes, seconds, slowest rank.")
 @reads("ROOT")
-def ls(root: str, *, as_json: bool, **options: Any) -> int:
+def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
@@ -48,12 +51,31 @@ def ls(root: str, *, as_json: bool, **options: Any) -> int:
         output.note(problem)
     if not (infos or as_json):
         output.note("No committed checkpoint.")
-    rows = [(i.name, i.step, i.created_at, i.format, i.save_id, i.metrics) for i in infos]
-    head = ("name", "step", "created", "format", "save id", "metrics")
-    count = len(head) if any(info.metrics for info in infos) else len(head) - 1
-    text = output.table(head[:count], [row[:count] for row in rows], right="step")
+    head = ["name", "step", "created", "format", "save id"]
+    rows: list[list[object]] = [[i.name, i.step, i.created_at, i.format, i.save_id] for i in infos]
+    if any(info.metrics for info in infos):
+        head.append("metrics")
+        rows = [[*row, info.metrics] for row, info in zip(rows, infos, strict=True)]
+    if is_long:
+        head += ["size", "seconds", "ranks", "slowest"]
+        rows = [[*row, *_long(info)] for row, info in zip(rows, infos, strict=True)]
+    text = output.table(head, rows, right="step size seconds ranks")
     output.tell("ls", as_json=as_json, text=text, checkpoints=infos)
     return COULD_NOT_RUN if problems else SOUND
+
+
+def _long(info: CheckpointInfo) -> tuple[str, ...]:
+    """Return the columns of `ls -l`, empty where no statistics were recorded."""
+    stats = info.stats
+    if stats is None:
+        return ("", "", "", "")
+    slowest = f"rank {stats.slowest_rank}, {stats.slowest_s:.1f} s, {stats.slowest_share:.0%}"
+    return (
+        human_bytes(stats.total_bytes),
+        f"{stats.seconds:.1f}",
+        str(stats.world_size),
+        slowest if stats.world_size > 1 else "",
+    )
 
 
 @click.command(short_help="What a checkpoint or a tensor is.")
@@ -85,7 +107,7 @@ def show(
             more["history"] = [{key: getattr(one, key) for key in _SLOT} for one in slots]
         entries = checkpoint.entries()
         tensor_count = sum(entry.dtype is not None for entry in entries)
-        told = {
+        told: dict[str, Any] = {
             "url": checkpoint.url,
             "format": checkpoint.format,
             "save_id": checkpoint.save_id,
@@ -96,15 +118,31 @@ def show(
             "tensor_count": tensor_count,
             "object_count": len(entries) - tensor_count,
             "tensor_bytes": checkpoint.nbytes,
+            "stats": checkpoint.info.stats,
         }
-    files = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more.get("files", ())]
+    files = [
+        (file.path, file.rank, file.group, f"{file.size_bytes:,}") for file in more.get("files", ())
+    ]
     text = itertools.chain(
-        output.facts(told),
-        output.table(("file", "rank", "bytes"), files, right="rank bytes"),
+        output.facts({**told, "stats": None, **_save_facts(told["stats"])}),
+        output.table(("file", "rank", "group", "bytes"), files, right="rank bytes"),
         output.table(_SLOT, [one.values() for one in more.get("history", ())], right="slot pid"),
     )
     output.tell("show", as_json=as_json, text=text, **told, **more)
     return SOUND
+
+
+def _save_facts(stats: OperationStats | None) -> dict[str, object]:
+    """Return how the save went, for `show`."""
+    if stats is None:
+        return {}
+    share = f"{stats.slowest_share:.0%} of the bytes"
+    return {
+        "save_seconds": stats.seconds,
+        "phase_seconds": stats.phase_s,
+        "slowest_rank": f"{stats.slowest_rank}: {stats.slowest_s:.3g} s, {share}",
+        "retries": stats.retry_count,
+    }
 
 
 def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:

@@ -36,6 +36,7 @@ from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import Counts, FileRef, seal
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -60,25 +61,27 @@ def commit_save(
     metadata: Metadata,
     reports: Sequence[RankReport | None],
     user: Mapping[str, Any],
+    stats: OperationStats | None = None,
     must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. Raises
-    `IntegrityError`, `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
-    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
-    Superseded files that cannot be deleted are left to the next save.
+    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. `stats` are recorded
+    with the bytes of the files that the reports name. Raises `IntegrityError`, `RankFailedError`,
+    `StorageError`, `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless
+    `must_publish` is False `NotPublishedError` (committed). Superseded files that cannot be deleted
+    are left to the next save.
     """
     save_id = ticket.save_id
-    found = check_reports(reports, ticket)
-    manifest = assemble(found, planned_of(metadata))
+    checked = check_reports(reports, ticket)
+    manifest = assemble(checked, planned_of(metadata))
     check_files(store, manifest)
-    entry_count = sum(report.item_count for report in found)
-    if all(report.places is not None for report in found):
+    entry_count = sum(report.item_count for report in checked)
+    if all(report.places is not None for report in checked):
         # 0 would say that it is a note.
         stock_entries = entry_count or None
         meta = StorageMeta(checkpoint_id=store.url, save_id=save_id)
-        pickled = stock_metadata(metadata, found, manifest, meta)
+        pickled = stock_metadata(metadata, checked, manifest, meta)
     else:
         stock_entries, pickled = 0, stock_note(entry_count)
         log.info(
@@ -109,10 +112,19 @@ def commit_save(
     documents = {stock.path: stock_bytes, path: document}
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
+    if stats is not None:
+        file_bytes = sum(file.size_bytes for report in checked for file in report.files)
+        stats = dataclasses.replace(stats, total_bytes=file_bytes)
     record = commit(
-        store, ticket, manifest=ref, stock=stock, stock_entries=stock_entries, user=user
+        store,
+        ticket,
+        manifest=ref,
+        stock=stock,
+        stock_entries=stock_entries,
+        user=user,
+        stats={} if stats is None else stats.as_json(),
     )
-    log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
+    log.debug("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     publish = partial(publishing.publish_head, store, own=record, own_stock=stock_bytes)
     if not publishing.publish_commit(store, record, publish, is_needed=must_publish):
         return record
@@ -176,13 +188,13 @@ def check_files(store: Store, manifest: Manifest) -> None:
     """
     documents = zip(manifest.ranks, itertools.count(), strict=False)
     for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
-        found = stat_or_none(store, ref.path)
-        if found is None or found.size_bytes != ref.size_bytes:
+        info = stat_or_none(store, ref.path)
+        if info is None or info.size_bytes != ref.size_bytes:
             # A mount may have kept an older length.
             store.drop_caches(ref.path)
-            found = stat_or_none(store, ref.path)
-        if found is None or found.size_bytes != ref.size_bytes:
-            seen = "does not see it" if found is None else f"sees {found.size_bytes} bytes"
+            info = stat_or_none(store, ref.path)
+        if info is None or info.size_bytes != ref.size_bytes:
+            seen = "does not see it" if info is None else f"sees {info.size_bytes} bytes"
             raise IntegrityError(
                 f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "
                 f"{seen}.",
@@ -229,6 +241,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         blobs=table.blobs,
         planner_data=planned.planner_data,
         files=[(ref, report.rank) for report in reports for ref in report.files],
+        groups=[group for report in reports for group in report.groups],
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],
@@ -339,22 +352,22 @@ def stock_metadata(
         storage_meta=storage_meta,
         version=STOCK_VERSION,
     )
-    found = pickle.dumps(changed)
-    if len(found) > MAX_STOCK_BYTES - _FOOTER_ROOM_BYTES:
+    pickled = pickle.dumps(changed)
+    if len(pickled) > MAX_STOCK_BYTES - _FOOTER_ROOM_BYTES:
         raise InvalidInputError(
-            f".metadata for torch's own readers would have {len(found)} bytes; readers take "
+            f".metadata for torch's own readers would have {len(pickled)} bytes; readers take "
             f"{MAX_STOCK_BYTES}, and storages little more in one piece.",
             phase="commit",
             next_step="Nothing was committed. Save with stock_metadata='auto' or 'never': "
             "ckpt_storage loads it all the same.",
         )
-    return found
+    return pickled
 
 
 def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInfo]:
     """Return an entry an item of all ranks; those without elements last.
 
-    Of two at one place the first counts, and an empty one may stand where another begins. Equal
+    Of two at one place the first counts, and an empty chunk may stand where another begins. Equal
     names and sizes are one object: pickled once, they take a quarter of the time.
     """
     known_sizes: dict[tuple[int, ...], torch.Size] = {}
@@ -367,11 +380,11 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
         fqns = [names.setdefault(fqn, fqn) for fqn in fqns]
         paths = [ref.path for ref in report.files]
         ndims, flat = unpacked(report.boxes)
-        words = iter(flat.tolist())
+        numbers = iter(flat.tolist())
         # The last is for blobs, whose box is -1.
         places: list[tuple[torch.Size | None, bool]] = []
         for ndim in ndims.tolist():
-            at, sizes = (tuple(itertools.islice(words, ndim)) for _ in range(2))
+            at, sizes = (tuple(itertools.islice(numbers, ndim)) for _ in range(2))
             places.append((known_sizes.setdefault(at, torch.Size(at)), 0 in sizes))
         places.append((None, False))
         columns = (name_column, box_column, *unpacked(report.places))

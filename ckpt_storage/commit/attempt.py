@@ -37,7 +37,8 @@ class SaveTicket:
     """The coordinator's permission to write one save attempt; sent to every rank.
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
-    commit aims at the next one. With `with_places` ranks report where their items lie.
+    commit aims at the next slot. With `with_places` ranks report where their items lie. Each of
+    `groups`, patterns of names, has files of its own.
     """
 
     save_id: str
@@ -46,6 +47,7 @@ class SaveTicket:
     began_s: float
     world_size: int = 1
     with_places: bool = True
+    groups: tuple[str, ...] = ()
 
 
 def begin(
@@ -66,9 +68,9 @@ def begin(
     looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
     if store.capabilities.if_match:
         looks.append(find_all_abilities)
-    found, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
-    check_slots(store, found, tail)
-    head, what = found.head, None
+    commit_log, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
+    check_slots(store, commit_log, tail)
+    head, what = commit_log.head, None
     if not overwrite and head is not None and head.save_id not in replaces:
         what = f"a checkpoint committed at {head.created_at} ({head.save_id})"
     elif not overwrite and head is None and tail is not None and footer_of(tail) is None:
@@ -101,14 +103,14 @@ def begin(
     marker = {
         "format": format_of("begun"),
         "save_id": save_id,
-        "last_slot": found.last_slot,
+        "last_slot": commit_log.last_slot,
         "process": process_identity(),
         **stamp(),
     }
     store.put(names.begun_path(save_id), seal(marker))
     previous = head.head if head else None
     return SaveTicket(
-        save_id=save_id, last_slot=found.last_slot, previous=previous, began_s=began_s
+        save_id=save_id, last_slot=commit_log.last_slot, previous=previous, began_s=began_s
     )
 
 
@@ -131,13 +133,15 @@ def commit(
     stock: FileRef | None,
     stock_entries: int | None = None,
     user: Mapping[str, Any] = MappingProxyType({}),
+    stats: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
-    Coordinator only, once all that `manifest` names is durable; `user` goes into the record.
+    Coordinator only, once all that `manifest` names is durable; `user` and `stats` go into the
+    record.
     Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
-    good: not committed) or `CommitUnknownError` (it cannot be told).
+    good: not committed) or `CommitUnknownError` (nobody can know it).
     """
     if time.time() - ticket.began_s > _MAX_AGE_S:
         raise PhaseTimeoutError(
@@ -161,6 +165,7 @@ def commit(
             stock_entries=stock_entries,
             previous=ticket.previous,
             user=user,
+            stats=stats,
         )
         if is_ours:
             return holder
@@ -179,10 +184,10 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
     elif holder.type == "deleted":
         what = f"lost: the checkpoint was deleted by {by}"
         next_step = "If it is wanted after all, save again."
-    told = ("type", "slot", "save_id", "host", "pid", "created_at")
+    fields = ("type", "slot", "save_id", "host", "pid", "created_at")
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",
-        winner={name: getattr(holder, name) for name in told},
+        winner={name: getattr(holder, name) for name in fields},
         path=names.slot_path(holder.slot),
         phase="commit",
         next_step=next_step,

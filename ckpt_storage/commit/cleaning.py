@@ -37,11 +37,11 @@ def fence(store: Store, save_ids: Sequence[str]) -> slotlog.CommitLog:
     its history, and the caller must not delete it.
     """
     while True:
-        found = log_to_extend(store)
-        slot, head = found.last_slot + 1, found.head.head if found.head else None
+        commit_log = log_to_extend(store)
+        slot, head = commit_log.last_slot + 1, commit_log.head.head if commit_log.head else None
         record, is_ours = slotlog.take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
         if is_ours:
-            return replace(found, last_slot=record.slot, last=record)
+            return replace(commit_log, last_slot=record.slot, last=record)
         store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
@@ -62,27 +62,29 @@ def free_leftovers(
     read for attempts of that age.
     """
     times_s = attempts_there(store)
-    found = slotlog.read_log(store, known=known)
-    references = (found.head.head, found.head.previous) if found.head else ()
-    left = times_s.keys() - {one.save_id for one in references[: keep_previous + 1] if one}
+    commit_log = slotlog.read_log(store, known=known)
+    references = (commit_log.head.head, commit_log.head.previous) if commit_log.head else ()
+    left = times_s.keys() - {ref.save_id for ref in references[: keep_previous + 1] if ref}
     commits: dict[str, SlotRecord] = {}
-    for record in slotlog.history(store, found.head) if left else ():
+    for record in slotlog.history(store, commit_log.head) if left else ():
         save_id = record.save_id or ""
         commits[save_id] = record
         left.discard(save_id)
         if not left or save_id not in times_s:
             break  # older ones went before
-    told = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
+    dated = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
     old: list[str] = []
     with suppress(UnsupportedByStoreError):  # what a listing tells is no clock by itself
-        now_s = store.server_time(names.probe_path()) if told else 0.0
-        old = [save_id for save_id, time_s in told if now_s - time_s >= min_age_s]
+        now_s = store.server_time(names.probe_path()) if dated else 0.0
+        old = [save_id for save_id, time_s in dated if now_s - time_s >= min_age_s]
     if old:
-        older = _commits(store, found, old)
+        older = _commits(store, commit_log, old)
         commits = max(commits, older, key=len)
     # The manifest of an attempt goes last, and older attempts go first.
-    superseded = [one for one in list(commits)[keep_previous + 1 :] if one in times_s][::-1]
-    freed = _free_commits(store, found.head, superseded)
+    superseded = [save_id for save_id in list(commits)[keep_previous + 1 :] if save_id in times_s][
+        ::-1
+    ]
+    freed = _free_commits(store, commit_log.head, superseded)
     dead = sorted(save_id for save_id in old if save_id not in commits)
     if dead:
         # `.metadata` may still show what was deleted before the head was saved anew.
@@ -93,7 +95,7 @@ def free_leftovers(
 
 
 def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
-    """Delete commits that `head` superseded, in this order, but the one that `.metadata` names."""
+    """Delete commits that `head` superseded, in this order, but not that of `.metadata`."""
     if head is None or not save_ids:
         return []
     named = read_footer(store)
@@ -109,13 +111,13 @@ def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]
 def free_dead(store: Store, *, besides: str) -> list[str]:
     """Free attempts, however young, whose coordinator ran on this host and has ended; return ids.
 
-    For a save that finds the storage full; `besides` is its own id. They are fenced first: one
+    For a save to a full storage; `besides` is its own id. They are fenced first: an attempt
     that lives after all fails with `CommitConflictError`.
     """
     others = attempts_there(store).keys() - {besides}
-    dead = [one for one in others if has_ended(marker_of(store, one).get("process"))]
+    dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]
     committed = _commits(store, slotlog.read_log(store), dead) if dead else {}
-    return _fence_and_free(store, sorted(one for one in dead if one not in committed))
+    return _fence_and_free(store, sorted({*dead} - {*committed}))
 
 
 def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
@@ -129,19 +131,21 @@ def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
 
 
 def _commits(
-    store: Store, found: slotlog.CommitLog, attempts: Iterable[str]
+    store: Store, commit_log: slotlog.CommitLog, attempts: Iterable[str]
 ) -> dict[str, SlotRecord]:
     """Return commits by save id, newest first, down to the slots in which `attempts` may be.
 
     An attempt commits above the highest slot of its beginning, which its marker tells.
     """
-    lowest = found.last_slot
+    lowest = commit_log.last_slot
     for save_id in attempts:
         slot = marker_of(store, save_id).get("last_slot")
         lowest = min(lowest, slot if isinstance(slot, int) and slot >= 0 else 0)
-    records: Iterable[SlotRecord | None] = slotlog.history(store, found.head)
-    if found.head is None:
-        records = (slotlog.read_slot(store, slot) for slot in range(found.last_slot, lowest, -1))
+    records: Iterable[SlotRecord | None] = slotlog.history(store, commit_log.head)
+    if commit_log.head is None:
+        records = (
+            slotlog.read_slot(store, slot) for slot in range(commit_log.last_slot, lowest, -1)
+        )
     commits: dict[str, SlotRecord] = {}
     for record in records:
         if record is not None and record.slot <= lowest:

@@ -2,7 +2,7 @@
 
 Only one rank calls it. The slots of a deleted checkpoint are its tombstone, which tells a paused
 saver that its checkpoint was deleted. They may go after `TOMBSTONE_AGE_S`, because no attempt
-commits that is older than half of that. They go one by one, the lowest first, each only if it is
+commits that is older than half of that. They go in turn, the lowest first, each only if it is
 still the record that was read: so nobody removes what a saver began anew at slot 1. A reader that
 finds no slot 1 lists the folder.
 """
@@ -39,7 +39,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
     that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
     or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
     was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
-    saved under the name of a deleted one. Exports below it: see `export.folder`. Raises
+    saved under the name of a deleted checkpoint. Exports below it: see `export.removal`. Raises
     `InvalidInputError` for an empty id.
     """
     if expected_save_id == "":
@@ -50,20 +50,20 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         )
     while True:
         doomed = set(attempts_there(store))
-        found = slotlog.read_log(store)
-        if found.last is None and not doomed:
+        commit_log = slotlog.read_log(store)
+        if commit_log.last is None and not doomed:
             return False
-        record = tombstone_of(store, found)
+        record = tombstone_of(store, commit_log)
         if record is not None:
             break
-        found = log_to_extend(store)
-        if expected_save_id not in {None, found.head.save_id if found.head else None}:
+        commit_log = log_to_extend(store)
+        if expected_save_id not in {None, commit_log.head.save_id if commit_log.head else None}:
             return False
-        for known in slotlog.history(store, found.head):
+        for known in slotlog.history(store, commit_log.head):
             if known.save_id is None or known.save_id in doomed:
                 break
             doomed.add(known.save_id)  # it began and committed since the listing
-        slot, fenced = found.last_slot + 1, tuple(sorted(doomed))
+        slot, fenced = commit_log.last_slot + 1, tuple(sorted(doomed))
         record, is_ours = slotlog.take_slot(store, "deleted", slot, None, fenced=fenced)
         if is_ours:
             break
@@ -73,28 +73,28 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 
 
 def log_to_extend(store: Store) -> slotlog.CommitLog:
-    """Return the slots, such that the next one may be taken within `TOMBSTONE_AGE_S` / 2.
+    """Return the slots, such that the next slot may be taken within `TOMBSTONE_AGE_S` / 2.
 
-    Of a deleted checkpoint the last record must be young for that. One whose age has come is
+    Of a deleted checkpoint the last record must be young for that. A record whose age has come is
     removed; before, a fence is put behind it. Raises `StorageError`, `PhaseTimeoutError`.
     """
     while True:
         store.deadline.check(f"Reading the slots of {store.url}")
-        found = slotlog.read_log(store)
-        if found.last is None:
-            return found
-        age_s = None if found.head else _age_s(store, found)
-        again = slotlog.read_slot(store, found.last_slot)
-        if again is None or again.write_id != found.last.write_id:
+        commit_log = slotlog.read_log(store)
+        if commit_log.last is None:
+            return commit_log
+        age_s = None if commit_log.head else _age_s(store, commit_log)
+        again = slotlog.read_slot(store, commit_log.last_slot)
+        if again is None or again.write_id != commit_log.last.write_id:
             continue  # the slots were removed while they were looked at
         if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
-            return found
+            return commit_log
         if age_s < TOMBSTONE_AGE_S:
             left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
             bounded = store.bounded(Deadline(store.deadline.phase, left_s))
-            slotlog.take_slot(bounded, "fence", found.last_slot + 1, None)
-        elif _removed(store, found) is None:
-            return found  # nobody removes anything here
+            slotlog.take_slot(bounded, "fence", commit_log.last_slot + 1, None)
+        elif _removed(store, commit_log) is None:
+            return commit_log  # nobody removes anything here
 
 
 def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> bool:
@@ -104,16 +104,16 @@ def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> boo
     young, somebody else changed it meanwhile, or the storage deletes without conditions only. A
     `min_age_s` below the default is safe only where nobody saves. Raises `StorageError`.
     """
-    found = slotlog.read_log(store)
-    if found.head is not None or found.last is None:
+    commit_log = slotlog.read_log(store)
+    if commit_log.head is not None or commit_log.last is None:
         return False
-    age_s = _age_s(store, found)
-    return age_s is not None and age_s >= min_age_s and _removed(store, found) is True
+    age_s = _age_s(store, commit_log)
+    return age_s is not None and age_s >= min_age_s and _removed(store, commit_log) is True
 
 
-def tombstone_of(store: Store, found: slotlog.CommitLog) -> SlotRecord | None:
+def tombstone_of(store: Store, commit_log: slotlog.CommitLog) -> SlotRecord | None:
     """Return the deleted record that is in force, None if there is none."""
-    record = None if found.head else found.last
+    record = None if commit_log.head else commit_log.last
     while record is not None and record.type == "fence":
         # Somebody cleared away attempts after the deletion.
         record = slotlog.read_slot(store, record.slot - 1)
@@ -137,18 +137,18 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
         log.warning("%s: old temporary files stay: %s", store.url, error)
 
 
-def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
+def _removed(store: Store, commit_log: slotlog.CommitLog) -> bool | None:
     """Remove the slots; return whether they went, None where the storage has no such condition."""
-    record = tombstone_of(store, found)
+    record = tombstone_of(store, commit_log)
     if record is not None:
         _end_deletion(store, record)
     read = partial(slotlog.read_or_none, store, max_bytes=MAX_SLOT_BYTES)
     contents = ((slot, read(names.slot_path(slot))) for slot in slotlog.listed_slots(store))
     slots = {slot: content for slot, content in contents if content is not None}
-    last = slots.get(found.last_slot)
-    if last is None or max(slots) > found.last_slot:
+    last = slots.get(commit_log.last_slot)
+    if last is None or max(slots) > commit_log.last_slot:
         return False
-    if SlotRecord.decode(last.data, slot=found.last_slot) != found.last:
+    if SlotRecord.decode(last.data, slot=commit_log.last_slot) != commit_log.last:
         return False
     try:
         for slot, content in slots.items():
@@ -164,11 +164,11 @@ def _removed(store: Store, found: slotlog.CommitLog) -> bool | None:
     return True
 
 
-def _age_s(store: Store, found: slotlog.CommitLog) -> float | None:
+def _age_s(store: Store, commit_log: slotlog.CommitLog) -> float | None:
     """Return the age of the last record by the storage's clock, None where it tells no times."""
 
     def age_s() -> float | None:
-        modified_s = store.stat(names.slot_path(found.last_slot)).modified_s
+        modified_s = store.stat(names.slot_path(commit_log.last_slot)).modified_s
         return None if modified_s is None else store.server_time(names.probe_path()) - modified_s
 
     try:

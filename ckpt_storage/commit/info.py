@@ -1,4 +1,4 @@
-"""What is told of a committed checkpoint to whoever lists or saves it.
+"""What `list_checkpoints` and `save` return of a committed checkpoint.
 
 Values only.
 """
@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.observe.stats import OperationStats
 
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
@@ -30,6 +31,7 @@ class CheckpointInfo:
     clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
+    `stats` are those of the save until its commit began, None where the record has none.
     `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
     format "unreadable" could not be read.
     """
@@ -44,6 +46,7 @@ class CheckpointInfo:
     stock_metadata: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    stats: OperationStats | None = None
     problem: str | None = None
 
     @classmethod
@@ -60,12 +63,13 @@ class CheckpointInfo:
             stock_metadata=record.stock is not None and record.stock_entries != 0,
             step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),
+            stats=OperationStats.from_json(record.stats),
         )
 
 
 def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a commit record keeps of a step and its metrics: numbers of any library."""
-    found: dict[str, float | str] = {}
+    recorded: dict[str, float | str] = {}
     for name, value in metrics.items():
         try:
             number = float(value)
@@ -73,10 +77,10 @@ def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
             what = f"The metric {name!r} is {value!r:.80}, which is no number."
             raise InvalidInputError(what, next_step="Give a number, or leave it out.") from error
         # JSON has no NaN and no infinity.
-        found[str(name)] = number if math.isfinite(number) else str(number)
+        recorded[str(name)] = number if math.isfinite(number) else str(number)
     user: dict[str, Any] = {"step": operator.index(step)}
-    if found:
-        user["metrics"] = found
+    if recorded:
+        user["metrics"] = recorded
     size_bytes = len(json.dumps(user).encode())
     if size_bytes > _USER_MOST_BYTES:
         raise InvalidInputError(
@@ -88,11 +92,11 @@ def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _metrics_of(user: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that can be understood; what others put there is theirs."""
-    given = user.get("metrics")
-    found: dict[str, float] = {}
-    for name, value in given.items() if isinstance(given, dict) else ():
+    recorded = user.get("metrics")
+    numbers: dict[str, float] = {}
+    for name, value in recorded.items() if isinstance(recorded, dict) else ():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number or (isinstance(value, str) and value in _NOT_FINITE):
             with contextlib.suppress(OverflowError):
-                found[name] = float(value)
-    return found
+                numbers[name] = float(value)
+    return numbers

@@ -40,46 +40,46 @@ _MAX_UNCERTAIN_WRITES = 3
 
 
 def read_footer(store: Store) -> HeadRef | None:
-    """Return what the footer of `.metadata` names, None without one, by one small request."""
+    """Return what the footer of `.metadata` names, None without a footer, by one small request."""
     return footer_of(slotlog.read_stock_tail(store))
 
 
 def footer_of(content: Content | None) -> HeadRef | None:
-    """Return what the footer at the end of `.metadata` names, if it is there and has one."""
+    """Return what the footer at the end of `.metadata` names, if it is there and has a footer."""
     return None if content is None else split_footer(content.data)[1]
 
 
-def is_foreign(store: Store, found: CommitLog) -> bool:
+def is_foreign(store: Store, commit_log: CommitLog) -> bool:
     """Return whether another tool committed what lies at the root of `store`.
 
-    `found` are its slots. Of a deleted checkpoint they stay, and another tool may save under its
-    name later: it does if there is a `.metadata` without our footer. Raises `StorageError`.
+    The slots of a deleted checkpoint stay, and another tool may save under its name later: there is
+    a `.metadata` without our footer then. Raises `StorageError`.
     """
-    tail = slotlog.read_stock_tail(store) if found.head is None else None
-    return tail is not None and (found.last is None or footer_of(tail) is None)
+    tail = slotlog.read_stock_tail(store) if commit_log.head is None else None
+    return tail is not None and (commit_log.last is None or footer_of(tail) is None)
 
 
-def check_slots(store: Store, found: CommitLog, tail: Content | None) -> None:
-    """Raise `FormatError` if slots above those of `found` were lost.
+def check_slots(store: Store, commit_log: CommitLog, tail: Content | None) -> None:
+    """Raise `FormatError` if slots above those of `commit_log` were lost.
 
-    `.metadata` names one, as its end shows, or a listing of a disk does. What was committed since
-    `found` was read is not lost. Before it raises, all is read again.
+    The footer of `.metadata` names a higher slot, or a listing of a disk does. What was committed
+    since `commit_log` was read is not lost. Before it raises, all is read again.
     """
-    if not _slot_above(store, found.last_slot, tail):
+    if not _slot_above(store, commit_log.last_slot, tail):
         return
     store.drop_caches(STOCK_METADATA)
     tail = slotlog.read_stock_tail(store)
-    last_slot = slotlog.read_log(store, known=found.last).last_slot
+    last_slot = slotlog.read_log(store, known=commit_log.last).last_slot
     named = _slot_above(store, last_slot, tail)
     if not named:
         return
     raise FormatError(
-        f"{store.url} lost files of commits/: it held slot {named}, and the highest slot that can "
-        f"be found is {last_slot or 'none'}. What was saved last cannot be told.",
+        f"{store.url} lost files of commits/: it held slot {named}, and the highest slot that "
+        f"is there is {last_slot or 'none'}. What was saved last is not known.",
         path=slot_path(named),
         next_step="Restore commits/ from a copy, and do not save here before. Torch's own readers "
         "load what .metadata names, without checksums. To give up the lost saves, delete the slots "
-        "above the highest that is found, and .metadata.",
+        "above the highest that is there, and .metadata.",
     )
 
 
@@ -97,8 +97,8 @@ def _slot_above(store: Store, last_slot: int, tail: Content | None) -> int:
     return slots[-1] if is_gap else 0
 
 
-def check_newest(store: Store, found: CommitLog, tail: Content | None = None) -> None:
-    """Raise `FormatError` if something tells of a newer save than the head of `found`.
+def check_newest(store: Store, commit_log: CommitLog, tail: Content | None = None) -> None:
+    """Raise `FormatError` if something names a newer save than the head of `commit_log`.
 
     That is another tool's save over a head that was published, or a lost slot. A `.metadata` that
     cannot be read raises nothing. `tail` is its end, if that was read; else it takes one request.
@@ -108,23 +108,23 @@ def check_newest(store: Store, found: CommitLog, tail: Content | None = None) ->
     except StorageError as error:
         log.warning("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
         tail = None
-    check_slots(store, found, tail)
-    head = found.head
+    check_slots(store, commit_log, tail)
+    head = commit_log.head
     if head is None or tail is None or footer_of(tail) or not tail.data.endswith(_PICKLE_STOP):
         return
     stock_s, slot_s = (
         store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
     )
-    # One of the same second is newer, too.
+    # A file of the same second counts as newer, too.
     if stock_s is not None and slot_s is not None and stock_s >= slot_s:
         raise FormatError(
             f"{store.url} holds two checkpoints: save {head.save_id} of {head.created_at} in "
-            f"{slot_path(head.slot)}, and a newer one that another tool, such as torch's own "
+            f"{slot_path(head.slot)}, and a newer save that another tool, such as torch's own "
             "writer, saved over it (.metadata).",
             path=STOCK_METADATA,
             phase="load",
-            next_step="To keep the newer one, load it with torch's own reader. To keep the "
-            "older one, delete .metadata. To replace both, save with overwrite=True.",
+            next_step="To keep the newer save, load it with torch's own reader. To keep the "
+            "older save, delete .metadata. To replace both, save with overwrite=True.",
         )
 
 
@@ -141,7 +141,7 @@ def publish(
     `.metadata` is up to date. Any rank; not collective.
 
     Raises `StorageError` if it still cannot be replaced, `CheckpointNotFoundError` if there is no
-    checkpoint of ours, `FormatError` if another tool saved a newer one there, `IntegrityError` if
+    checkpoint of ours, `FormatError` if another tool saved there later, `IntegrityError` if
     the copy that is to be published is damaged, `PhaseTimeoutError`, `InvalidInputError`.
     """
     location = Location.of(url, storage_options)
@@ -171,14 +171,14 @@ def publish_head(
     """
     is_conditional = own is not None and replaces_by_version(store)
     # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
-    found = CommitLog.ending_with(own) if own and is_conditional else None
+    commit_log = CommitLog.ending_with(own) if own and is_conditional else None
     may_have_written, uncertain_count = False, 0
     for attempt in range(1, _MAX_ATTEMPTS + 1):
-        if attempt > 1 or found is None:
-            found = slotlog.read_log(store, known=own)
-        head, current = found.head, slotlog.read_stock_tail(store)
-        step = _next_step(found, current, may_have_written=may_have_written)
-        _check_nothing_lost(store, found, current, is_saver=own is not None)
+        if attempt > 1 or commit_log is None:
+            commit_log = slotlog.read_log(store, known=own)
+        head, current = commit_log.head, slotlog.read_stock_tail(store)
+        step = _next_step(commit_log, current, may_have_written=may_have_written)
+        _check_nothing_lost(store, commit_log, current, is_saver=own is not None)
         if step in {"newer", "published", "nothing"}:
             return step != "nothing"
         if step == "delete":
@@ -211,26 +211,26 @@ def publish_head(
 
 
 def _check_nothing_lost(
-    store: Store, found: CommitLog, current: Content | None, *, is_saver: bool
+    store: Store, commit_log: CommitLog, current: Content | None, *, is_saver: bool
 ) -> None:
     """Raise `FormatError` if a newer save than the head is there, or was; a saver replaces it."""
     if is_saver:
         named = footer_of(current)
-        if named is not None and named.slot > found.last_slot:
-            check_slots(store, found, current)
-    elif found.head is not None:
-        check_newest(store, found, current)
+        if named is not None and named.slot > commit_log.last_slot:
+            check_slots(store, commit_log, current)
+    elif commit_log.head is not None:
+        check_newest(store, commit_log, current)
 
 
 _Step = Literal["nothing", "published", "newer", "delete", "replace"]
 
 
-def _next_step(found: CommitLog, current: Content | None, *, may_have_written: bool) -> _Step:
+def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_written: bool) -> _Step:
     """Return what `.metadata`, of which `current` is the end, needs to follow the head."""
-    head, named = found.head, footer_of(current)
+    head, named = commit_log.head, footer_of(current)
     if head is None:
         # What was put over a checkpoint that was deleted meanwhile is taken back.
-        is_older = named is not None and named.slot <= found.last_slot
+        is_older = named is not None and named.slot <= commit_log.last_slot
         return "delete" if may_have_written and is_older else "nothing"
     if named == HeadRef(slot=head.slot, save_id=head.save_id or ""):
         return "published"

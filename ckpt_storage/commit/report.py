@@ -1,4 +1,4 @@
-"""What ranks tell the coordinator of their parts of a save, and all of that as one table.
+"""What ranks report to the coordinator of their parts of a save, and all reports as one table.
 
 A report is small, columnar bytes; it travels between processes of one version and is never stored.
 Of N ranks that save one model most have the same names and the same pattern of items; those come
@@ -43,6 +43,7 @@ class Planned:
 class RankReport:
     """The report of one rank: its document, its files, and what is in them.
 
+    `groups` has the group of each file, "" for none, or is () if there are none.
     `unpacked` gives of `pattern`: FQNs, and rows of all items: FQN, dtype (-1: blob), box (-1:
     blob). It is alike on ranks that hold the same tensors. Of `boxes`: the number of dimensions of
     each, and offsets, then sizes, of each in turn. Of `places`, which are there if the coordinator
@@ -57,6 +58,7 @@ class RankReport:
     host: str
     ref: FileRef
     files: Sequence[FileRef]
+    groups: Sequence[str]
     item_count: int
     pattern: bytes
     boxes: bytes
@@ -72,6 +74,7 @@ class RankReport:
         *,
         with_places: bool,
         ties: Mapping[str, str] = MappingProxyType({}),
+        groups: Sequence[str] = (),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says."""
         files, boxes = manifest.files, manifest.boxes
@@ -85,7 +88,7 @@ class RankReport:
         numbers = [number for number, file in enumerate(files) for _ in file.fqn]
         places = [numbers, column("item_start"), column("item_bytes")]
         ndims = [len(box.offsets) for box in boxes]
-        words = [word for box in boxes for word in (*box.offsets, *box.sizes)]
+        numbers = [number for box in boxes for number in (*box.offsets, *box.sizes)]
         return cls(
             save_id=manifest.save_id,
             rank=manifest.rank,
@@ -93,9 +96,10 @@ class RankReport:
             host=manifest.host,
             ref=ref,
             files=[file.ref() for file in files],
+            groups=tuple(groups),
             item_count=len(numbers),
             pattern=_packed((list(manifest.fqns), np.array(rows, dtype=np.int32))),
-            boxes=_packed((np.array(ndims, dtype=np.int64), np.array(words, dtype=np.int64))),
+            boxes=_packed((np.array(ndims, dtype=np.int64), np.array(numbers, dtype=np.int64))),
             places=_packed(np.array(places, dtype=np.int64)) if with_places else None,
             ties=dict(ties),
             tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
@@ -112,15 +116,15 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401  # what was packed
 
 
 def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, Box, int]]:
-    found: list[tuple[str, Box, int]] = []
+    items: list[tuple[str, Box, int]] = []
     for file in manifest.files:
         names = [manifest.fqns[number] for number in file.fqn]
         places = [item for item, name in enumerate(names) if name in wanted]
         for item, crc in zip(places, file.payload_crcs(places), strict=True):
             box = manifest.box_of(file, item)
             if box is not None and not box.is_empty:
-                found.append((names[item], box, crc))
-    return found
+                items.append((names[item], box, crc))
+    return items
 
 
 class ReportTable:
@@ -152,7 +156,7 @@ class ReportTable:
             boxes.append(unpacked(report.boxes))
             first_box.append(first_box[-1] + len(boxes[-1][0]))
         self._first_box = np.array(first_box, dtype=np.int64)
-        self._ndim, self._words = (np.concatenate(column) for column in zip(*boxes, strict=True))
+        self._ndim, self._edges = (np.concatenate(column) for column in zip(*boxes, strict=True))
         self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
         tensor = np.concatenate(tensors)
         # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
@@ -176,7 +180,7 @@ class ReportTable:
                 f"Rank {report.rank} wrote {strange[0]}, which is not in the plan.", strange[0]
             )
         new = self._codes[numbers] < 0
-        # Of one tensor twice with two dtypes either is kept, and the other is found below.
+        # Of one tensor twice with two dtypes either is kept, and the other is reported below.
         self._codes[numbers[new]] = codes[new]
         for at in np.flatnonzero(self._codes[numbers] != codes)[:1]:
             fqn = self._fqns[numbers[at]]
@@ -206,9 +210,11 @@ class ReportTable:
         shape = self._planned.tensors[fqn]
         for at in np.flatnonzero(self._ndim[rows] != len(shape))[:1]:
             box, count = self._at[rows[at]], self._ndim[rows[at]]
-            words = self._words[box : box + 2 * count].tolist()
-            raise outside(fqn, shape, Box(tuple(words[:count]), tuple(words[count:])), owners[at])
-        return owners, self._words[self._at[rows][:, None] + np.arange(2 * len(shape))]
+            numbers = self._edges[box : box + 2 * count].tolist()
+            raise outside(
+                fqn, shape, Box(tuple(numbers[:count]), tuple(numbers[count:])), owners[at]
+            )
+        return owners, self._edges[self._at[rows][:, None] + np.arange(2 * len(shape))]
 
 
 def incomplete(what: str, fqn: str) -> IntegrityError:

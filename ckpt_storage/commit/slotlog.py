@@ -76,7 +76,7 @@ class _SlotReader:
     def is_taken(self, slot: int) -> bool:
         """Return whether there is a record in a slot, sound or not.
 
-        To credentials that may not list, S3 forbids what is absent. Whoever could read one slot may
+        To credentials that may not list, S3 forbids what is absent. Who could read a slot may
         read all, and a refusal means then that there is none.
         """
         if slot in self._records:
@@ -86,7 +86,9 @@ class _SlotReader:
         content = self._contents[slot]
         if not isinstance(content, StorageError):
             return content is not None
-        if not self._records and not any(isinstance(one, bytes) for one in self._contents.values()):
+        if not self._records and not any(
+            isinstance(data, bytes) for data in self._contents.values()
+        ):
             raise content
         return False
 
@@ -150,7 +152,7 @@ def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
 
 
 def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
-    """Return the record that was read from a slot; one that does not fit is read again."""
+    """Return the record that was read from a slot; a record that does not fit is read again."""
     unread = [data]
 
     def read() -> SlotRecord:
@@ -164,8 +166,8 @@ def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
 
 def listed_slots(store: Store) -> list[int]:
     """Return the numbers of the slots that a listing shows, ascending."""
-    found = (entry.path.rpartition("/")[2] for entry in store.list(names.COMMITS, recursive=False))
-    return sorted(number for name in found if (number := names.slot_number(name)))
+    files = (entry.path.rpartition("/")[2] for entry in store.list(names.COMMITS, recursive=False))
+    return sorted(number for name in files if (number := names.slot_number(name)))
 
 
 def _lowest_slot(store: Store) -> int:
@@ -210,7 +212,8 @@ def read_decoded(
 ) -> T | None:
     """Return what `decode` makes of a document, None if it is absent.
 
-    One that does not fit is read twice (see `read_twice`). Raises what the second `decode` raises.
+    A document that does not fit is read twice (see `read_twice`). Raises what the second `decode`
+    raises.
     """
 
     def read() -> T | None:
@@ -255,10 +258,10 @@ def stat_or_none(store: Store, path: str) -> ObjectInfo | None:
 def read_referenced(
     store: Store, reference: FileRef, *, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
-    """Return the document that another one names, read no further than that says, and checked.
+    """Return the document that a reference names, read no further than its length, and checked.
 
-    Raises `StorageError`, and `IntegrityError` for one that is damaged or missing, and for a
-    reference to more than `max_bytes`: whoever wrote it made up its length.
+    Raises `StorageError`, and `IntegrityError` for a damaged or missing document, and for a
+    reference to more than `max_bytes`: its length is made up.
     """
     if reference.size_bytes > max_bytes:
         what = (
@@ -280,10 +283,10 @@ def read_referenced(
 
 def check_document(data: bytes, reference: FileRef) -> None:
     """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
-    found = FileRef.of(reference.path, data)
-    if found != reference:
+    actual = FileRef.of(reference.path, data)
+    if actual != reference:
         what = (
-            f"{reference.path} has {found.size_bytes} bytes and checksum {found.crc32c:08x}; "
+            f"{reference.path} has {actual.size_bytes} bytes and checksum {actual.crc32c:08x}; "
             f"{reference.size_bytes} bytes and {reference.crc32c:08x} were written."
         )
         raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
@@ -346,7 +349,7 @@ def take_slot(
     if holder is not None:
         return holder, holder.write_id == record.write_id
     who = f"a {kind} record" if record.save_id is None else f"save {record.save_id}"
-    what = f"Whether {who} took slot {slot} of {store.url} cannot be told: {failure}"
+    what = f"Whether {who} took slot {slot} of {store.url} is not known: {failure}"
     if record.save_id is None:
         step = "When the storage answers again, repeat the call."
         raise StorageError(

@@ -1,4 +1,4 @@
-"""The ranks of one group, on one lane of operations."""
+"""The ranks of a group on one lane of operations."""
 
 from __future__ import annotations
 
@@ -143,29 +143,35 @@ class RankGroup:
             )
         try:
             operation = Operation(self.lane, what, timeouts)
-            try:
-                with as_checkpoint_errors(what, self.global_rank):
-                    yield operation
-            except CheckpointError as caught:
-                operation.finish(caught)
-                # A request that was cancelled raises that; the user needs the reason for it.
-                failure = operation.failure()
-                is_effect = isinstance(caught, StorageError | LostStoreError)
-                error = failure if failure is not None and is_effect else caught
-                if self.world_size > 1:
-                    phase = operation.deadline.phase
-                    add_context(error, operation.what, rank=self.global_rank, phase=phase)
-                if isinstance(error, LostStoreError):
-                    error = error.public()
-                if error is caught:
-                    raise
-                raise error from error.__cause__ or caught
-            except BaseException as error:
-                operation.finish(error)
-                raise
-            operation.finish()
+            with operation.reported(), self._finishing(operation):
+                yield operation
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _finishing(self, operation: Operation) -> Iterator[None]:
+        """Finish the operation at the end of the block; raise what this rank's user needs."""
+        try:
+            with as_checkpoint_errors(operation.what, self.global_rank):
+                yield
+        except CheckpointError as caught:
+            operation.finish(caught)
+            # A request that was cancelled raises that; the user needs the reason for it.
+            failure = operation.failure()
+            is_effect = isinstance(caught, StorageError | LostStoreError)
+            error = failure if failure is not None and is_effect else caught
+            if self.world_size > 1:
+                phase = operation.deadline.phase
+                add_context(error, operation.what, rank=self.global_rank, phase=phase)
+            if isinstance(error, LostStoreError):
+                error = error.public()
+            if error is caught:
+                raise
+            raise error from error.__cause__ or caught
+        except BaseException as error:
+            operation.finish(error)
+            raise
+        operation.finish()
 
     def close(self) -> None:
         """Release the ownership of the lane; called after the last operation, idempotent."""

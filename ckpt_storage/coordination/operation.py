@@ -10,10 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.observe.outcome import Outcome
+from ckpt_storage.observe.outcome import kind_of as kind_of_outcome
+from ckpt_storage.observe.report import report
+from ckpt_storage.observe.stats import OperationStats, RankTiming
+from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
@@ -44,12 +50,13 @@ class Operation:
     All ranks call `meet` first, and then the same rounds (`exchange`, `all_gather`, `barrier`,
     `broadcast`, or `gather` and then `broadcast`) in the same order, in one thread; values are
     pickled, except the coordinator's own. Safe in any thread: `failure`, `failed`, `advanced`,
-    `expect`, `progress`.
+    `expect`, `retried`, `progress`.
 
     `what` names it in messages ("the save to s3://..."). `rank` is the rank in the group,
     `global_rank` the one that messages name. `deadline` is that of this rank's phase. `is_void`:
     the files of all ranks are to be deleted; reset if a rank has not acknowledged the end, as it
-    may still write.
+    may still write. `stats` are set by what runs in it; after an error of `begins_anew_after` the
+    caller runs another operation in its place.
     """
 
     def __init__(self, lane: Lane, what: str, timeouts: Timeouts) -> None:
@@ -62,9 +69,14 @@ class Operation:
         self.timeouts = timeouts
         self.save_id: str | None = None
         self.is_void = False
+        self.timeline = Timeline()
+        self.stats: OperationStats | None = None
+        self.begins_anew_after: tuple[type[CheckpointError], ...] = ()
+        self._timing: RankTiming | None = None
         self.heartbeats = Heartbeats(self.global_rank)
         self.advanced = self.heartbeats.advanced
         self.expect = self.heartbeats.expect
+        self.retried = self.heartbeats.retried
         self.progress = self.heartbeats.known
         self._phases = Phases(
             what, timeouts, self, rank=self.global_rank, world_size=lane.world_size
@@ -144,6 +156,7 @@ class Operation:
     ) -> Deadline:
         """Begin a phase on this rank and return its deadline; by default as `timeouts` say."""
         deadline = self._phases.begin(phase, timeout_s)
+        self.timeline.begin(phase)
         self.heartbeats.begin(phase, total_bytes)
         if self._detector is not None:
             self._detector.nudge()
@@ -257,7 +270,7 @@ class Operation:
         if missing:
             names = self.lane.names_of(missing)
             known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not ended it", f": {known}")
+            raise self._phases.late(names, "not reported", f": {known}")
         self._coordinator.claim()
         return [value, *(values[rank] for rank in self._rounds.others)]
 
@@ -276,6 +289,54 @@ class Operation:
         self.exchange(None, lambda _: None, is_last=is_last)
 
     # The end.
+
+    def timing(self) -> RankTiming:
+        """Return the share of this rank so far; called once it has moved its bytes."""
+        own = self.heartbeats.own()
+        self._timing = RankTiming(
+            rank=self.global_rank,
+            phase_s=self.timeline.phase_s(),
+            done_bytes=own.done_bytes,
+            retry_count=own.retry_count,
+        )
+        return self._timing
+
+    def stats_of(self, timings: Sequence[RankTiming]) -> OperationStats:
+        """Return the statistics of all ranks, whose `timings` they sent; coordinator only."""
+        return OperationStats.of(timings, self.timeline.phase_s())
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Log and count how the operation ends, which the block runs."""
+        try:
+            yield
+        except BaseException as error:
+            self._report_end(error)
+            raise
+        self._report_end(None)
+
+    def _report_end(self, error: BaseException | None) -> None:
+        self.timeline.end()
+        kind = kind_of_outcome(self.what)
+        if kind is None:
+            return
+        identity, own = self._rounds.identity, self._timing or self.timing()
+        report(
+            Outcome(
+                kind=kind,
+                url=self.what.split(" ", 3)[-1],
+                step=None if identity is None else identity.step,
+                save_id=self.save_id,
+                world_size=self.world_size,
+                is_coordinator=self.is_coordinator,
+                coordinator_rank=self.coordinator_rank,
+                timeline=self.timeline,
+                own=replace(own, phase_s=self.timeline.phase_s()),
+                stats=self.stats,
+                error=error,
+                is_superseded=isinstance(error, self.begins_anew_after),
+            )
+        )
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation on this rank; an `error` is reported to all ranks, unless it is known.

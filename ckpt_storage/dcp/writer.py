@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.observe.outcome import Outcome
+from ckpt_storage.observe.report import report as report_outcome
+from ckpt_storage.observe.stats import OperationStats, RankTiming
+from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     PageCache,
+    Phase,
     Progress,
     Replicas,
     RetryPolicy,
@@ -31,15 +36,21 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
+from ckpt_storage.saves.groups import sizes_in_plans
 from ckpt_storage.saves.items import LiveItems, ties_of
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import checked, find_mismatch, flat_state
 from ckpt_storage.saves.replicas import ReplicaSample, find_differences, sample_of
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
+from .border import (
+    PiggybackMessage,
+    at_dcp_border,
+    is_location,
+    rank_of_call,
+    received_messages,
+)
 
 
 class _ThreadState(threading.local):
@@ -49,6 +60,7 @@ class _ThreadState(threading.local):
     is_reset_consumed = False
     save_id: str | None = None
     session: SaveSession | None = None
+    timeline = Timeline()
     nonce = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,6 +72,7 @@ class _RankResult:
     """What a rank returns to the coordinator: its report, a sample of its replicated values."""
 
     report: RankReport
+    timing: RankTiming
     sample: ReplicaSample | None
     digest: bytes
 
@@ -91,6 +104,7 @@ class CheckpointStorageWriter(StorageWriter):
             therefore refuses: "warn" logs their names and types, "refuse" fails the save.
         replicas: as for `ckpt_storage.save`; but the writer sees values only as it writes them. So
             an error comes before the commit, and the planner chooses whose values are stored.
+        groups: as for `ckpt_storage.save`; not with DCP's plan caching, which sends no sizes.
         process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -116,6 +130,7 @@ class CheckpointStorageWriter(StorageWriter):
         stock_metadata: StockMetadata = "auto",
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
+        groups: Sequence[str] = DEFAULT_GROUPS,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -139,11 +154,7 @@ class CheckpointStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this writer could save to."""
-        try:
-            Location.of(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -161,7 +172,7 @@ class CheckpointStorageWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Return the target for planners; DCP calls it once before each save.
 
-        The path is the constructor's; the id is that of the thread's last save, once it has one.
+        The path is the constructor's; the id is that of the thread's last save, None before it.
         """
         state = self._state
         if state.is_reset_consumed:
@@ -191,17 +202,23 @@ class CheckpointStorageWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise InvalidInputError(
                 "CheckpointStorageWriter cannot save with use_collectives=False: without "
-                "collectives ranks cannot agree on one save.",
+                "collectives ranks cannot agree on a save.",
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
         state, options, group = self._state, self._options, self._process_group
         checkpoint_id, state.pending, state.is_reset_consumed = state.pending, None, False
+        timeline = state.timeline = Timeline()
+
+        def begin(phase: Phase) -> Deadline:
+            timeline.begin(phase)
+            return Deadline.of(options.timeouts, phase)
+
         state.session = SaveSession(
             self._path,
             options,
             rank_of_call(kwargs),
-            partial(Deadline.of, options.timeouts),
+            begin,
             is_coordinator=is_coordinator,
             checkpoint_id=checkpoint_id,
             global_ranks=None if group is None else dist.get_process_group_ranks(group),
@@ -262,7 +279,9 @@ class CheckpointStorageWriter(StorageWriter):
             mismatch = find_mismatch(items)
             # Plans that a planner dropped count as 0.
             item_count = sum(len(plan.items) for plan in plans)
-            ticket_or_error = mismatch or session.begin(world_size, item_count)
+            ticket_or_error = mismatch or session.begin(
+                world_size, item_count, sizes_in_plans(plans)
+            )
         except CheckpointError as error:
             ticket_or_error = error
         # No exception in the planning step: with plan caching, every later save would fail.
@@ -300,11 +319,15 @@ class CheckpointStorageWriter(StorageWriter):
         state.save_id = ticket.save_id
         if not session.is_coordinator:
             state.session = None  # its `finish` is on the coordinator
+        size_bytes = sum(file.size_bytes for file in report.files)
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
-            size_in_bytes=sum(file.size_bytes for file in report.files),
+            size_in_bytes=size_bytes,
             storage_data=_RankResult(
                 report=report,
+                timing=RankTiming(
+                    rank=session.rank, phase_s=state.timeline.phase_s(), done_bytes=size_bytes
+                ),
                 sample=sample.details() if sample else None,
                 digest=sample.digest if sample else b"",
             ),
@@ -327,11 +350,30 @@ class CheckpointStorageWriter(StorageWriter):
         digests = {result.digest for result in by_rank if result}
         if len(samples) == len(by_rank) and len(digests) > 1:
             session.settle_written(find_differences(samples))
-        session.finish(metadata, [None if each is None else each.report for each in by_rank])
+        timeline, timings = self._state.timeline, [each.timing for each in by_rank if each]
+        stats = OperationStats.of(timings, timeline.phase_s()) if timings else None
+        reports = [None if each is None else each.report for each in by_rank]
+        info = session.finish(metadata, reports, stats)
         self._state.session = None
+        timeline.end()
+        report_outcome(
+            Outcome(
+                kind="save",
+                url=info.url,
+                step=self._options.step,
+                save_id=info.save_id,
+                world_size=len(results),
+                is_coordinator=True,
+                coordinator_rank=session.rank,
+                timeline=timeline,
+                own=replace(timings[0], phase_s=timeline.phase_s()),
+                stats=info.stats,
+                error=None,
+            )
+        )
 
 
 def _rank_result(results: list[WriteResult]) -> _RankResult | None:
-    """Return what our `write_data` returned on one rank, None if another writer did."""
+    """Return the result of our `write_data` on one rank, None for that of another writer."""
     contents = (result.storage_data for result in results)
     return next((data for data in contents if isinstance(data, _RankResult)), None)

@@ -26,6 +26,7 @@ from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.source.model import explained
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
+from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
@@ -37,9 +38,6 @@ from .plan import OutFile, Region
 from .reads import SegmentReader
 
 log = logging.getLogger("ckpt_storage")
-
-_COPY_REFUSALS = frozenset({"permission", "unsupported"})
-"""Kinds of refusals of a copy after which its bytes are streamed."""
 
 _WORD_S = 3.0
 """How long a rank whose shared upload was discarded waits to hear the reason."""
@@ -67,9 +65,9 @@ class _RegionState:
 class FileWriter:
     """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
 
-    Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, and the export is unchanged. After a
-    failure a thread that hangs may still fill a buffer.
+    A rank that writes a file alone seals it. The coordinator completes files of several ranks, and
+    files that get their names together, once all ranks have reported and the source is unchanged.
+    After a failure a thread that hangs may still fill a buffer.
     """
 
     def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
@@ -83,7 +81,7 @@ class FileWriter:
         self._tokens: Mapping[int, str] = {}
         self._result = Result()
         self._has_failed = False
-        self._lock = threading.Lock()
+        self._lock, self._copy_lock = threading.Lock(), threading.Lock()
         self._free: list[memoryview] = []
         # Parallelism is ours: each thread reads for its own part.
         alone = replace(context.options, thread_count=1)
@@ -95,15 +93,21 @@ class FileWriter:
         files: Mapping[int, FileRef] = {}
         try:
             self._fill()
+            moved = self._result.moved
+            self._result.timing = replace(
+                self._operation.timing(), done_bytes=moved["sent_bytes"] + moved["copied_bytes"]
+            )
             results = self._operation.gather(self._result)
             if self._operation.is_coordinator:
                 files = self._finish(results)
         except BaseException as error:
             self._abort(error)
             raise
-        written = {at for one in results for at in one.spans}
+        written = {at for result in results for at in result.spans}
         kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
-        return WriteSummary(files=files, results=results, kept=kept)
+        timings = [result.timing for result in results if result.timing is not None]
+        stats = self._operation.stats_of(timings) if timings else None
+        return WriteSummary(files=files, results=results, kept=kept, stats=stats)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
@@ -280,9 +284,13 @@ class FileWriter:
             source_bytes=place.file_bytes,
         )
         try:
+            with self._copy_lock:
+                self._copies = self._copies and copies_parts(context.target, job.file.name, copy)
+            if not self._copies:
+                return False
             crc32c = job.upload.copy_part(copy)
         except (StorageError, IntegrityError) as error:
-            if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
+            if isinstance(error, StorageError) and error.kind in COPY_REFUSALS:
                 self._copies = False
                 return False
             raise explained(error, [place], self._export.source) from error
@@ -335,31 +343,31 @@ class FileWriter:
     def _finish(self, results: Sequence[Result]) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
         sealed = dict(self._taken.sealed)
-        for one in results:
-            sealed |= one.sealed
+        for result in results:
+            sealed |= result.sealed
         for at in self._tokens:
-            parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
-            crc32c = joined(span for one in results for span in one.spans.get(at, ()))[2]
+            parts = [part.to_json() for result in results for part in result.receipts.get(at, ())]
+            crc32c = joined(span for result in results for span in result.spans.get(at, ()))[2]
             sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
         self._export.check_unchanged()
         self._export.check_held()
         self._export.prepare_names()
 
-        def name(at: int, one: Sealed) -> None:
-            file, own = one.file, self._uploads.get(at)
-            upload = own or self._context.target.join(file.path, one.token, write_id=one.write_id)
-            upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, one.parts)])
+        def name(at: int, seal: Sealed) -> None:
+            file, own = seal.file, self._uploads.get(at)
+            upload = own or self._context.target.join(file.path, seal.token, write_id=seal.write_id)
+            upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, seal.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
             elif at in self._taken.sealed and not self._is_sound(file):
-                told = f"{file.path}, which an earlier run had written, is damaged."
+                what = f"{file.path}, which an earlier run had written, is damaged."
                 step = "Call it again: the file is made anew then."
-                raise IntegrityError(told, path=file.path, offset=0, next_step=step)
+                raise IntegrityError(what, path=file.path, offset=0, next_step=step)
 
-        nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
-        jobs = [partial(name, *one) for one in nameless.items()]
+        nameless = {at: seal for at, seal in sealed.items() if seal.token or at in self._tokens}
+        jobs = [partial(name, *item) for item in nameless.items()]
         self._context.at_once("complete files", jobs)
-        return {at: one.file for at, one in sealed.items()}
+        return {at: seal.file for at, seal in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
         """Return what a file is; raise if it has to have another checksum."""

@@ -1,7 +1,7 @@
 """Which elements and bytes are meant: boxes, the grids they form, selections in a payload.
 
-Offsets and sizes are in elements; a 0-dimensional box holds one. Positions in a payload, which has
-the elements of one chunk in C order, are in bytes. All intervals are half open.
+Offsets and sizes are in elements; a 0-dimensional box holds one element. Positions in a payload,
+which has the elements of one chunk in C order, are in bytes. All intervals are half open.
 """
 
 from __future__ import annotations
@@ -72,19 +72,19 @@ def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         raise ValueError(f"elements [{start}, {stop}) of the shape {list(shape)}")
     if not shape:
         return [Box((), ())] if start < stop else []
-    inner, found = shape[1:], list[Box]()
+    inner, boxes = shape[1:], list[Box]()
     row = math.prod(inner)
     while start < stop:
         index, before = divmod(start, row)
         count = 0 if before else (stop - start) // row
         if count:
-            found.append(Box((index, *(0 for _ in inner)), (count, *inner)))
+            boxes.append(Box((index, *(0 for _ in inner)), (count, *inner)))
         else:
             end = min(stop - index * row, row)
             parts = interval_boxes(inner, before, end)
-            found += (Box((index, *part.offsets), (1, *part.sizes)) for part in parts)
+            boxes += (Box((index, *part.offsets), (1, *part.sizes)) for part in parts)
         start = (index + max(count, 1)) * row
-    return found
+    return boxes
 
 
 class Grid(LazyList[Box]):
@@ -147,8 +147,8 @@ def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid | None:
     if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
         return None
     rows = np.array([(*box.offsets, *box.sizes) for box in boxes], dtype=np.int64)
-    found = grid_of_rows(shape, rows.reshape(len(boxes), 2 * ndim), np.arange(len(boxes)))
-    return found and found[0]
+    grids = grid_of_rows(shape, rows.reshape(len(boxes), 2 * ndim), np.arange(len(boxes)))
+    return grids and grids[0]
 
 
 def grid_of_rows(
@@ -177,8 +177,8 @@ def grid_of_rows(
         places = places * len(starts) + at
         cuts.append(compact(starts))
     # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
-    found, kept = np.unique(places, return_index=True)
-    return (Grid(tuple(cuts), shape), compact(owners[kept])) if len(found) == cell_count else None
+    cells, kept = np.unique(places, return_index=True)
+    return (Grid(tuple(cuts), shape), compact(owners[kept])) if len(cells) == cell_count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,16 +220,16 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
     sides = [list(zip(box.offsets, box.stops, strict=True)) for box in boxes if not box.is_empty]
     turned = [tuple(side[dim] for dim in order) for side in sides]
     try:
-        found = _odd_element([shape[dim] for dim in order], turned, [_MAX_STEPS])
+        element = _odd_element([shape[dim] for dim in order], turned, [_MAX_STEPS])
     except _TooManyStepsError:
         return Flaw()
-    if found is None:
+    if element is None:
         return None
-    at = tuple(found[order.index(dim)] for dim in range(len(shape)))
-    one = Box(at, (1,) * len(shape))
+    at = tuple(element[order.index(dim)] for dim in range(len(shape)))
+    cell = Box(at, (1,) * len(shape))
     return Flaw(
         at=at,
-        holders=tuple(n for n, box in enumerate(boxes) if not box.is_empty and box.intersect(one)),
+        holders=tuple(n for n, box in enumerate(boxes) if not box.is_empty and box.intersect(cell)),
     )
 
 
@@ -274,7 +274,7 @@ def _odd_element(
 
 
 def compact(numbers: Counts) -> Sequence[int]:
-    """Return integers from 0 on as a `range` if they are one, else as an array."""
+    """Return integers from 0 on as a `range` where that is equal, else as an array."""
     count = len(numbers)
     if count > 1:
         step = int(numbers[1]) - int(numbers[0])
@@ -306,8 +306,8 @@ def clip(ranges: Sequence[range], box: Box) -> tuple[Selection, tuple[slice, ...
         high = min(-((positions.start - offset - size) // positions.step), len(positions))
         if low >= high:
             return None
-        found = positions[low:high]
-        inside.append(range(found.start - offset, found.stop - offset, found.step))
+        taken = positions[low:high]
+        inside.append(range(taken.start - offset, taken.stop - offset, taken.step))
         where.append(slice(low, high))
     return tuple(inside), tuple(where)
 

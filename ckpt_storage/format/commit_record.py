@@ -25,9 +25,9 @@ class HeadRef:
         return {"slot": self.slot, "save_id": self.save_id}
 
 
-_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "user")
+_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "stats", "user")
 
-_LEFT_OUT = {"stock_entries", "user"}
+_LEFT_OUT = {"stats", "stock_entries", "user"}
 """Where there is nothing to say."""
 
 
@@ -36,7 +36,8 @@ class SlotRecord:
     """One slot under `commits/` (`docs/format.md`, "Commit slots").
 
     `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
-    `user` is what whoever saved wants to be told again by a list of checkpoints; plain JSON.
+    `stats` are those of the save, and `user` what the saver wants to read again in a list of
+    checkpoints; both plain JSON.
     """
 
     type: Literal["commit", "fence", "deleted"]
@@ -49,6 +50,7 @@ class SlotRecord:
     stock_entries: int | None = None
     previous: HeadRef | None = None
     fenced: Sequence[str] = ()
+    stats: Mapping[str, Any] = field(default_factory=dict, hash=False)
     user: Mapping[str, Any] = field(default_factory=dict, hash=False)
     created_at: str = ""
     host: str = ""
@@ -57,12 +59,13 @@ class SlotRecord:
     def encode(self) -> bytes:
         """Return the sealed document.
 
-        Raises `InvalidInputError` for one that is longer than readers take.
+        Raises `InvalidInputError` for a record that is longer than readers take.
         """
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
         body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
-            value = dict(self.user) if key == "user" else getattr(self, key)
+            value = getattr(self, key)
+            value = dict(value) if key in {"stats", "user"} else value
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
@@ -92,7 +95,7 @@ class SlotRecord:
             raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
-        user, is_commit = body.get("user"), kind == "commit"
+        user, stats, is_commit = body.get("user"), body.get("stats"), kind == "commit"
         save_id = get.value("save_id", str) if is_commit else None
         record = cls(
             type=kind,  # type: ignore[arg-type]  # checked above
@@ -108,6 +111,7 @@ class SlotRecord:
             previous=_head_of(get, "previous"),
             fenced=() if is_commit else tuple(get.strings("fenced")),
             # Whatever is in it, the checkpoint can be read.
+            stats=stats if is_commit and isinstance(stats, dict) else {},
             user=user if is_commit and isinstance(user, dict) else {},
             created_at=get.note("created_at", str, ""),
             host=get.note("host", str, ""),
@@ -129,7 +133,7 @@ class SlotRecord:
         if kind == "deleted" and record.head is not None:
             get.fail("is a deleted record with a head")
         if (record.head and record.head.slot > slot) or (
-            # Whoever walks back through the commits must come to an end.
+            # A walk back through the commits must come to an end.
             record.previous and record.previous.slot >= slot
         ):
             get.fail("refers to a slot that comes after it")

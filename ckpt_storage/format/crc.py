@@ -39,17 +39,17 @@ def first_wrong_block(
     `view` is of bytes and begins with block `first_block`; its last block may be shorter.
     """
     mode, starts = block_bytes > _KEEP_LOCK_BYTES, range(0, len(view), block_bytes)
-    found = [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
-    wanted = list(crcs[first_block : first_block + len(found)])
-    if found == wanted:
+    actual = [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
+    expected = list(crcs[first_block : first_block + len(actual)])
+    if actual == expected:
         return None
-    return block_bytes * next(i for i, crc in enumerate(found) if wanted[i : i + 1] != [crc])
+    return block_bytes * next(i for i, crc in enumerate(actual) if expected[i : i + 1] != [crc])
 
 
 class BlockHasher:
     """CRC-32C of each block of a payload that arrives in pieces of any length.
 
-    Blocks are counted from the start of the payload; the last one may be shorter, and an empty
+    Blocks are counted from the start of the payload; the last may be shorter, and an empty
     payload has none. Nothing is copied. Not safe to share between threads.
     """
 
@@ -104,7 +104,7 @@ def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def combine_blocks(crcs: Sequence[int], block_bytes: int, total_bytes: int) -> int:
-    """Return the CRC-32C of a payload of `total_bytes`, given those of its blocks as any array."""
+    """Return the CRC-32C of a payload of `total_bytes` from those of its blocks, as any array."""
     count = -(-total_bytes // block_bytes)
     if count != len(crcs):
         raise ValueError(f"{len(crcs)} checksums for {count} blocks")

@@ -131,10 +131,10 @@ def strict_json(text: bytes, kind: type[_T]) -> _T:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return members
 
 
 def no_constant(name: str) -> float:
@@ -233,17 +233,17 @@ class Fields:
     @classmethod
     def of(cls, body: Mapping[str, object], kind: str, where: str) -> Fields:
         """Return access to the body of a document of this kind, in a version that is known."""
-        found = body.get("format")
-        match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
+        text = body.get("format")
+        match = _FORMAT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[1] != kind or int(match[2]) < _MAJOR:
-            what = f"{where} has the format {found!r}; {format_of(kind)!r} belongs there."
+            what = f"{where} has the format {text!r}; {format_of(kind)!r} belongs there."
             raise FormatError(what, path=where, next_step=_WRONG_FILE)
         if int(match[2]) > _MAJOR:
-            told = (
-                f"{where} has the format {found!r}; the highest version that this release of "
+            what = (
+                f"{where} has the format {text!r}; the highest version that this release of "
                 f"ckpt_storage reads is {_MAJOR}."
             )
-            raise FormatError(told, path=where, next_step="Install a newer ckpt_storage.")
+            raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         return cls(body, where)
 
     def __contains__(self, key: str) -> bool:
@@ -276,7 +276,7 @@ class Fields:
         return value
 
     def note(self, key: str, kind: type[_T], absent: _T) -> _T:
-        """Return a value that is for people; `absent` for none, or one of another kind."""
+        """Return a value that is for people; `absent` for none, or for a value of another kind."""
         value = self.body.get(key) if isinstance(self.body, dict) else None
         return value if isinstance(value, kind) and not isinstance(value, bool) else absent
 
@@ -294,7 +294,7 @@ class Fields:
 
     def objects(self, key: str) -> list[Fields]:
         """Return access to each entry of a list of objects."""
-        entries = self.value(key, list, ok=lambda v: all(isinstance(one, dict) for one in v))
+        entries = self.value(key, list, ok=lambda v: all(isinstance(entry, dict) for entry in v))
         return [Fields(entry, self.where, self.budget) for entry in entries]
 
     def crc(self, key: str) -> int:
@@ -340,8 +340,8 @@ class Fields:
         else:
             packed = self.object(key)
             size_bytes = packed.count("count") * _INTEGER_BYTES
-            words = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
-            column = np.cumsum(words, dtype=np.int64)
+            steps = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
+            column = np.cumsum(steps, dtype=np.int64)
             is_within = not len(column) or least <= column.min() <= column.max() < below
         if count is not None and len(column) != count:
             self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
@@ -378,12 +378,12 @@ class Fields:
         try:
             data = binascii.a2b_base64(self.value("zlib", str), strict_mode=True)
             # One byte more than there may be, so that the end of a sound stream is seen.
-            found = inflater.decompress(data, size_bytes + 1)
+            inflated = inflater.decompress(data, size_bytes + 1)
         except (ValueError, zlib.error):
-            found = b""
-        if len(found) != size_bytes or not inflater.eof or inflater.unused_data:
+            inflated = b""
+        if len(inflated) != size_bytes or not inflater.eof or inflater.unused_data:
             self.fail(f"has packed {key!r} that are not the {size_bytes} bytes that they should be")
-        return found
+        return inflated
 
 
 class LazyList(Sequence[_T]):
@@ -399,8 +399,8 @@ class LazyList(Sequence[_T]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # a value; of a slice a list
-        found = range(self._count)[index]
-        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
+        at = range(self._count)[index]
+        return self._make(at) if isinstance(at, int) else list(map(self._make, at))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

@@ -92,13 +92,13 @@ class _WholeReads(io.BytesIO):
     """The bytes of a pickle, which end within no value."""
 
     def read(self, size: int | None = -1) -> bytes:
-        found = super().read(size)
-        if size is not None and len(found) < size:
+        data = super().read(size)
+        if size is not None and len(data) < size:
             raise PickleTruncatedError
-        return found
+        return data
 
     def readline(self, size: int | None = -1) -> bytes:
-        del size  # whoever reads a pickle asks for whole lines
+        del size  # readers of a pickle ask for whole lines
         line = super().readline(_MAX_GLOBAL_NAME_BYTES)
         if line.endswith(b"\n"):
             return line
@@ -206,7 +206,7 @@ for _code, _load in _Unpickler.dispatch.items():
 def build_ordered_dict(args: tuple[object, ...]) -> object:
     """Return the stand-in of `collections.OrderedDict()`; torch never passes arguments."""
     if args:
-        raise PickleMalformedError("an OrderedDict is given arguments")
+        raise PickleMalformedError("an OrderedDict has arguments")
     return Pairs()
 
 
@@ -283,7 +283,7 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
 
 
 def _is_finished(record: Record) -> bool:
-    """Return whether an object was given the state that is written for its kind."""
+    """Return whether an object has the state that is written for its kind."""
     match record.name, record.state:
         case ("dtype", state):
             return state in _DTYPE_STATES

@@ -67,10 +67,11 @@ class Manifest:
     """What the checkpoint is.
 
     `files` are in order of rank and of each rank's index; `ranks` and `hosts` have an entry a
-    rank. `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps
-    alias to target, which was the same memory; what is stored of them is equal. `stock_entries`
-    is how many items stock readers find, 0 if `stock` is a note that says they find none; None if
-    there are none to find.
+    rank. `groups` has the group of each file: the pattern of names that chose what lies in it, ""
+    if none did; it is empty if no file has a group. `planner_data` maps an FQN to its path in the
+    nested state dict, or is None. `ties` maps alias to target, which was the same memory; what is
+    stored of them is equal. `stock_entries` is how many items stock readers find, 0 if `stock` is a
+    note that says they find none; None if there are none to find.
     """
 
     save_id: str
@@ -84,6 +85,7 @@ class Manifest:
     stock: FileRef | None
     stock_entries: int | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[str] = ()
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
 
@@ -108,6 +110,7 @@ class Manifest:
             "files": {
                 "rank": pack_column([rank for _, rank in self.files]),
                 **_refs_to_json([ref for ref, _ in self.files]),
+                **_groups_to_json(self.groups),
             },
             "ranks": _refs_to_json(self.ranks),
             "hosts": {
@@ -150,7 +153,8 @@ class Manifest:
             tensors=tensors,
             blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
             planner_data=_planner_data_of(get.required("planner_data")),
-            files=_files_of(get.object("files"), save_id, world_size),
+            files=(files := _files_of(get.object("files"), save_id, world_size)),
+            groups=_groups_of(get.object("files"), len(files)),
             ranks=_refs_of(get.object("ranks"), world_size, partial(rank_manifest_path, save_id)),
             hosts=[
                 names[at]
@@ -198,6 +202,22 @@ def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[File
 
     refs = _refs_of(get, len(ranks), path)
     return LazyList(len(ranks), lambda at: (refs[at], int(ranks[at])))
+
+
+def _groups_to_json(groups: Sequence[str]) -> dict[str, Any]:
+    names = list(dict.fromkeys(filter(None, groups)))
+    at = {"": -1} | {name: number for number, name in enumerate(names)}
+    if not names:
+        return {}
+    return {"group": pack_column([at[name] for name in groups]), "groups": names}
+
+
+def _groups_of(get: Fields, file_count: int) -> Sequence[str]:
+    if "group" not in get:
+        return ()
+    names = get.strings("groups")
+    column = get.column("group", count=file_count, least=-1, below=len(names)).tolist()
+    return [names[at] if at >= 0 else "" for at in column]
 
 
 def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -315,15 +335,15 @@ def _planner_data_of(get: Fields) -> PlannerData | None:
     for start in range(0, len(entries), _BATCH):
         batch = entries[start : start + _BATCH]
         try:
-            # Many at a time: one by one they take ten times as long. Between them stands what no
+            # Many at a time: single calls take ten times as long. Between them stands what no
             # entry holds, so that each must be a value by itself.
-            found = _decode(f"[{',null,'.join(batch)}]")
+            decoded = _decode(f"[{',null,'.join(batch)}]")
             if any("\\u" in entry for entry in batch):
                 # Half of a surrogate pair is no text.
-                _spell(found).encode()
+                _spell(decoded).encode()
         except (RecursionError, ValueError):
-            found = []
-        pairs, between = found[::2], found[1::2]
+            decoded = []
+        pairs, between = decoded[::2], decoded[1::2]
         is_whole = len(pairs) == len(batch) and between == [None] * (len(batch) - 1)
         if not is_whole or not all(map(_is_planned, pairs)):
             get.fail("has planner_data with an entry that is no name and path")

@@ -48,7 +48,7 @@ def new_save_id() -> str:
 
 
 def new_write_id() -> str:
-    """Return a random token that tells one create of a slot from every other."""
+    """Return a random token that identifies one create of a slot."""
     return os.urandom(16).hex()
 
 
@@ -154,7 +154,7 @@ class DType:
     `name` is torch's without `torch.`; `item_bytes` is the size of one torch element
     (`float4_e2m1fn_x2` holds two numbers in one element). None stands for a type that
     safetensors or numpy does not have. `storage_class` names the typed storage in
-    torch.save's pickles, None where torch writes an untyped one.
+    torch.save's pickles, None where torch writes an untyped storage.
     """
 
     name: str

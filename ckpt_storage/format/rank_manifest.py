@@ -213,7 +213,7 @@ def checksums_of(
         starts = range(start, start + length, file.block_bytes)
         edges.extend(starts)
         crcs.extend(itertools.islice(blocks, len(starts)))
-        # The frame behind the last item is told by that item.
+        # The frame behind the last item follows from that item.
         last = fqns[-1] if fqns else None
         fqns += [last if name < 0 else document.fqns[name]] * (len(edges) - len(fqns))
         end = start + length
@@ -225,11 +225,11 @@ def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) ->
     """Return the error that says that what lies at a byte of a file is not what was written."""
     by = f" (written by rank {rank})" if rank is not None else ""
     what = f"a block of {fqn}" if fqn else "its content"
-    told = (
+    what = (
         f"{path}{by} is damaged: {what} at byte {offset} does not have the checksum it was "
         "written with."
     )
-    return IntegrityError(told, fqn=fqn, offset=offset, path=path, rank=rank, next_step=DAMAGED)
+    return IntegrityError(what, fqn=fqn, offset=offset, path=path, rank=rank, next_step=DAMAGED)
 
 
 def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def boxes_from_json(get: Fields) -> list[Box]:
 
 
 def dtypes_of(get: Fields) -> list[str]:
-    """Return the dtypes of a document. Raises `FormatError` for one not known or listed twice."""
+    """Return the dtypes of a document. Raises `FormatError` for an unknown or repeated dtype."""
     dtypes = get.strings("dtypes")
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
@@ -310,9 +310,9 @@ def _file_of(
     good &= (stop <= np.uint64(size_bytes)) & ((dtype < 0) == (box < 0))
     held = (dtype >= 0) & (box >= 0)
     if held.any():
-        found, one = positions[3][held], item_bytes[dtype[held]]
+        held_bytes, each = positions[3][held], item_bytes[dtype[held]]
         # Divided, because a product of 64 bits might wrap around.
-        good[held] &= (found % one == 0) & (found // one == volumes[box[held]])
+        good[held] &= (held_bytes % each == 0) & (held_bytes // each == volumes[box[held]])
     if not good.all():
         get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
     columns = (column.tolist() for column in (fqn, dtype, box, *positions))

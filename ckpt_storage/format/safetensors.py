@@ -198,11 +198,11 @@ def _saved_offsets(
     if not text:
         return None
     sharding = _json_object(text.encode(errors="surrogatepass"), _SHARDING_KEY)
-    found = {}
+    shapes = {}
     for entry in entries:
         match sharding.get(entry.name):
             case {"saved_offsets": list(values)} if len(values) == len(entry.shape):
-                found[entry.name] = _sizes(entry.name, values)
+                shapes[entry.name] = _sizes(entry.name, values)
             case _:
                 raise _BadHeaderError(f"has no usable {_SHARDING_KEY} for {entry.name!r}")
-    return found
+    return shapes

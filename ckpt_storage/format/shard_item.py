@@ -161,9 +161,9 @@ def _pickled(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedMoreBytes:
-    """The header does not end in the bytes given; read again at least `total_bytes` from its start.
+    """The header does not end in these bytes; read again at least `total_bytes` from its start.
 
-    That may be a guess, and the same answer may come again with a larger one.
+    That may be a guess, and the same answer may come again with a larger number.
     """
 
     total_bytes: int
@@ -226,12 +226,12 @@ def parse_tensor_item(
     for an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
     """
     if not head.startswith(_LOCAL_MAGIC[: len(head)]):
-        what = f"The item of {path or 'a shard file'} does not begin as one of torch.save does."
+        what = f"The item of {path or 'a shard file'} does not begin as an item of torch.save does."
         raise FormatError(
             what, path=path, next_step="Check that its offset comes from the metadata beside it."
         )
     try:
-        found = _parse_item(head, path)
+        item = _parse_item(head, path)
     except _TooShortError as short:
         wanted: int = short.args[0]
         if wanted <= item_bytes or len(head) < item_bytes:
@@ -240,8 +240,8 @@ def parse_tensor_item(
     except (_NotPlainError, PickleMalformedError):
         return None
     else:
-        if found.payload_offset + found.payload_bytes <= item_bytes:
-            return found
+        if item.payload_offset + item.payload_bytes <= item_bytes:
+            return item
     what = (
         f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
         "before the tensor that it announces."
@@ -329,7 +329,7 @@ def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
             ),
             state=None,
         ) if not hooks:
-            last = (one.name if isinstance(one, Global) else None for one in more)
+            last = (link.name if isinstance(link, Global) else None for link in more)
             kind = (name, storage, *last)
         case _:
             raise _NotPlainError
@@ -347,9 +347,9 @@ def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> boo
     if len(sizes) != len(shape) or len(stride) != len(shape):
         return False
     step = 1
-    for size, given in zip(reversed(sizes), reversed(stride), strict=True):
+    for size, actual in zip(reversed(sizes), reversed(stride), strict=True):
         # Nothing is ever stepped over along a dimension of one element.
-        if size != 1 and given != step and 0 not in sizes:
+        if size != 1 and actual != step and 0 not in sizes:
             return False
         step *= size
     return True

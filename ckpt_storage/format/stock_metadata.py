@@ -50,7 +50,7 @@ class StockItem:
 class StockMetadata:
     """What a stock `.metadata` says.
 
-    A dtype may be one that `DTYPES` lacks. `blobs` are the FQNs of what is no tensor. `paths` maps
+    A dtype may be missing in `DTYPES`. `blobs` are the FQNs of what is no tensor. `paths` maps
     an FQN to the keys and indices that lead to it in the nested state dict; None where a planner
     kept something else or nothing. `items` are by FQN and chunk offsets, None for a blob.
     """
@@ -121,7 +121,7 @@ def _build_size(args: tuple[object, ...]) -> object:
     match args:
         case (tuple(values),):
             return _counts(values)
-    raise PickleMalformedError("torch.Size is not given one tuple")
+    raise PickleMalformedError("torch.Size has not one tuple as argument")
 
 
 def _build_enum_member(args: tuple[object, ...]) -> object:
@@ -164,10 +164,10 @@ def _fields(value: object, name: str) -> dict[str, object]:
     """Return the attributes of a stand-in of the class `name`."""
     match value:
         # No class has as many as a hostile file could name.
-        case Record(name=found, args=(), state=Pairs() as state) if (
-            found == name and len(state) <= _MAX_FIELDS
+        case Record(name=kind, args=(), state=Pairs() as state) if (
+            kind == name and len(state) <= _MAX_FIELDS
         ):
-            fields = {_text(key): one for key, one in state}
+            fields = {_text(key): value for key, value in state}
             if len(fields) < len(state):
                 raise PickleMalformedError("an attribute name of an object occurs twice")
             return fields
@@ -194,16 +194,16 @@ class _Decoder:
 
     def metadata(self, value: object) -> StockMetadata:
         fields = _fields(value, _METADATA)
-        found: dict[str, TensorRecord | None] = {}
+        entries: dict[str, TensorRecord | None] = {}
         for key, described in _pairs(fields.get("state_dict_metadata")):
             self._spend(1)
-            if (fqn := _text(key)) in found:
+            if (fqn := _text(key)) in entries:
                 raise PickleMalformedError(f"{fqn!r:.200} occurs twice")
             is_blob = isinstance(described, Record) and described.name == _BYTES
-            found[fqn] = None if is_blob else self._tensor(described)
+            entries[fqn] = None if is_blob else self._tensor(described)
         return StockMetadata(
-            tensors={fqn: tensor for fqn, tensor in found.items() if tensor is not None},
-            blobs=frozenset(fqn for fqn, tensor in found.items() if tensor is None),
+            tensors={fqn: tensor for fqn, tensor in entries.items() if tensor is not None},
+            blobs=frozenset(fqn for fqn, tensor in entries.items() if tensor is None),
             paths=self._object_paths(fields.get("planner_data")),
             items=self._items(fields.get("storage_data")),
         )

@@ -154,9 +154,16 @@ class Checkpoint(Mapping[str, Any]):
         """The files that hold the values, in order of their names."""
         handle, source = self._handle, self._handle.source
         if isinstance(source, CommittedSource):
+            files, groups = source.manifest.files, source.manifest.groups
             return tuple(
-                StoredFile(path=ref.path, size_bytes=ref.size_bytes, rank=rank, crc32c=ref.crc32c)
-                for ref, rank in source.manifest.files
+                StoredFile(
+                    path=ref.path,
+                    size_bytes=ref.size_bytes,
+                    rank=rank,
+                    crc32c=ref.crc32c,
+                    group=group or None,
+                )
+                for (ref, rank), group in zip(files, groups or [""] * len(files), strict=True)
             )
         with handle.session("Listing") as store:
             seen = {path: size_bytes for path, (size_bytes, _) in source.marks.of.items()}

@@ -120,13 +120,15 @@ class Sharding:
 class StoredFile:
     """One file that holds values: its path below the checkpoint, length and CRC-32C.
 
-    `rank` wrote it. None: the format does not tell.
+    `rank` wrote it. None: the format does not tell. `group` is the pattern of names that chose what
+    lies in it, None if none did.
     """
 
     path: str
     size_bytes: int
     rank: int | None = None
     crc32c: int | None = None
+    group: str | None = None
 
 
 def shown(text: str) -> str:

@@ -15,16 +15,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from ckpt_storage.coordination.failures import check_terms, redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
 from ckpt_storage.source.renaming import Rename
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .loadplanner import OwnChunksLoadPlanner
 from .per_rank import prepared_targets
@@ -60,14 +61,14 @@ def load(  # the public surface, all keyword-only
     unsafe_pickle: bool = False,
     casts: Casts = "checked",
     retry: RetryPolicy | None = None,
-) -> None:
+) -> OperationStats:
     """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
 
     Does what `dcp.load` does, with the bounds of `save`: no collective runs on any process
-    group, each phase has a deadline, and every live rank learns which rank failed. Returns when
-    every rank has loaded and verified its part. If a save overwrites the checkpoint meanwhile and
-    frees what is read, all ranks load the new one instead; eight times at most, each with the whole
-    timeout.
+    group, each phase has a deadline, and every live rank learns which rank failed. Returns the
+    statistics of all ranks when every rank has loaded and verified its part. If a save overwrites
+    the checkpoint meanwhile and frees what is read, all ranks load the new one instead; eight times
+    at most, each with the whole timeout.
 
     Args:
         state: state dict as for `dcp.load`: tensors are filled, `Stateful` objects get their
@@ -108,13 +109,18 @@ def load(  # the public surface, all keyword-only
         has_read = False
         try:
             with ranks.operation(what, timeouts=timeouts) as operation:
+                operation.begins_anew_after = _SUPERSEDED if loads_left else ()
                 settings = LoadSettings.of(arguments, base=Location.to_read(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items(), key=lambda item: str(item[0]))))
                 with closing(Peers(operation)) as peers, ExitStack() as prepared:
                     _run(operation, session, planner, plain, peers, prepared)
-                    operation.barrier(is_last=True)
+                    operation.save_id = session.open().save_id
+                    stats: OperationStats = operation.exchange(
+                        operation.timing(), operation.stats_of, is_last=True
+                    )
+                    operation.stats = stats
                 has_read = True
                 for key, value in plain.items():
                     target = state[key]
@@ -128,7 +134,8 @@ def load(  # the public surface, all keyword-only
             if has_read or not loads_left or not isinstance(verdict, _SUPERSEDED):
                 raise
         else:
-            return
+            return stats
+    raise AssertionError("The last load raises or returns.")
 
 
 @contextmanager

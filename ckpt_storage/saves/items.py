@@ -46,7 +46,6 @@ class LiveItems:
         self._planner = planner
         self._plain = plain_names(planner)
         self._pickles_plainly = pickles_plainly(planner)
-        self._devices = DeviceReader()
 
     def items(self, plan: SavePlan) -> Iterator[Item]:
         """Yield each item of `plan`; its bytes are copied when `Item.views` is iterated."""
@@ -54,12 +53,14 @@ class LiveItems:
 
     def with_tensors(self, plan: SavePlan) -> Iterator[tuple[Item, torch.Tensor | None]]:
         """Yield each item of `plan` and its tensor, None for a blob."""
+        # A thread of its own may iterate each plan.
+        devices = DeviceReader()
         for item in plan.items:
             data = self._resolved(item)
             if item.type is WriteItemType.BYTE_IO:
                 yield self._blob(item.index.fqn, data), None
             else:
-                yield self._tensor(item, data)
+                yield self._tensor(item, data, devices)
 
     def _resolved(self, item: WriteItem) -> object:
         try:
@@ -105,7 +106,9 @@ class LiveItems:
             unsafe=None if refusal is None else name_in(refusal),
         )
 
-    def _tensor(self, item: WriteItem, data: object) -> tuple[Item, torch.Tensor]:
+    def _tensor(
+        self, item: WriteItem, data: object, devices: DeviceReader
+    ) -> tuple[Item, torch.Tensor]:
         fqn = item.index.fqn
         if not isinstance(data, torch.Tensor) or item.tensor_data is None:
             raise InvalidInputError(
@@ -131,7 +134,7 @@ class LiveItems:
                 next_step="Convert it before saving, or leave it out.",
             )
         length = data.nbytes
-        views: Callable[[int], Any] = partial(host_views, data, devices=self._devices)
+        views: Callable[[int], Any] = partial(host_views, data, devices=devices)
         if length <= _SMALL_BYTES:
             views = lambda _: (host_bytes(data),)  # noqa: E731  # as above
         made = Item(
@@ -140,13 +143,15 @@ class LiveItems:
         return made, data
 
 
+def tensor_bytes(item: WriteItem) -> int:
+    """Return how many bytes the elements of an item have, 0 for a blob."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
 def planned_bytes(plan: SavePlan) -> int:
     """Return how many bytes the elements of a plan's tensors have."""
-    return sum(
-        data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        for item in plan.items
-        if (data := item.tensor_data) is not None
-    )
+    return sum(map(tensor_bytes, plan.items))
 
 
 def fault_of(tensor: torch.Tensor) -> str | None:

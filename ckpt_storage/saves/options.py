@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -16,6 +16,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.consolidate import ConsolidateSpec
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     STOCK_ENTRY_LIMIT,
     PageCache,
     Progress,
@@ -30,6 +31,8 @@ from ckpt_storage.options import (
 from ckpt_storage.store import Location, anchored
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.writing import write_options
+
+from .groups import check_groups
 
 log = logging.getLogger("ckpt_storage")
 
@@ -63,6 +66,7 @@ class SaveOptions:
     stock_metadata: StockMetadata = "auto"
     unsafe_values: UnsafeValues = "warn"
     replicas: Replicas = "warn"
+    groups: Sequence[str] = DEFAULT_GROUPS
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
@@ -119,6 +123,7 @@ class SaveOptions:
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
         check_choice("replicas", self.replicas, Replicas)
+        check_groups(self.groups)
         return Location.of(url, self.storage_options)
 
     def consolidation(self, source: Location) -> ConsolidateSpec | None:

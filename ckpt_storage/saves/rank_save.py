@@ -20,8 +20,10 @@ from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
+from .groups import sizes_in_metadata
 from .planning import (
     PLAN_CACHE,
     CachedPlan,
@@ -64,9 +66,11 @@ class Answer:
 class RankSave:
     """The steps of one save on one rank.
 
-    `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
-    `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
-    other ranks are pickled bytes in arguments and results, which the caller does not unpickle.
+    `propose`, then on the coordinator `decide`, then `accept`; again from `propose` each time that
+    `accept` returns None: once for the samples of replicated values that differ, once for the plans
+    where cached plans cannot be used. Then `write`, and on the coordinator `commit`. With `packs`,
+    values for other ranks are pickled bytes in arguments and results, which the caller does not
+    unpickle.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class RankSave:
             plans = take_from_lowest(plans, self._from_lowest)
             plans, self._metadata = self._local.planner.create_global_plan(plans)
             item_count = sum(len(plan.items) for plan in plans)
-            ticket = session.begin(len(plans), item_count)
+            ticket = session.begin(len(plans), item_count, sizes_in_metadata(self._metadata))
             plan_id = os.urandom(16).hex()
             answers = (
                 Answer(plan_id=plan_id, plan=plan, item_count=item_count, ticket=ticket)
@@ -144,7 +148,9 @@ class RankSave:
             return self._pack(Answer(plan_id=None, wants="plans"))
         session.settle(differences)
         self._metadata, self._from_lowest = cached.metadata, cached.from_lowest
-        ticket = session.begin(len(opened), cached.item_count)
+        assert self._metadata is not None  # noqa: S101  # `_may_reuse` saw to it
+        sizes = sizes_in_metadata(self._metadata)
+        ticket = session.begin(len(opened), cached.item_count, sizes)
         return self._pack(
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )
@@ -202,11 +208,11 @@ class RankSave:
         assert local is not None and plan is not None and ticket is not None  # noqa: S101, PT018  # it has accepted
         return self._pack(self._session.write(ticket, plan, local.items, local.ties))
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
         """Commit the save; coordinator only. Raises as `SaveSession.finish`."""
         assert self._metadata is not None  # noqa: S101  # it has decided
         opened: list[RankReport | None] = [_unpacked(report) for report in reports]
-        return self._session.finish(self._metadata, opened)
+        return self._session.finish(self._metadata, opened, stats)
 
     def close(self) -> None:
         """Do nothing: the steps run in the caller's process."""

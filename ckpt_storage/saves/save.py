@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import resolution_steps
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import UndecidedError
@@ -30,7 +30,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, run_consolidate
 from ckpt_storage.loads.tensors import plain_state
+from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
+    DEFAULT_GROUPS,
     PageCache,
     Progress,
     Replicas,
@@ -39,6 +41,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
+from ckpt_storage.store import redacted_url
 
 from .options import Chained, SaveOptions
 from .outcome import Cause, Stage, outcome_of
@@ -69,6 +72,7 @@ def save(  # the public surface, all keyword-only
     stock_metadata: StockMetadata = "auto",
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
+    groups: Sequence[str] = DEFAULT_GROUPS,
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return its record; all ranks of the group call this.
@@ -108,6 +112,8 @@ def save(  # the public surface, all keyword-only
             in the log once; "raise": any tensor raises; "first": neither. The value of the lowest
             rank that has the name is stored; `PerRank` keeps those of all. Of large tensors
             samples are compared.
+        groups: glob patterns of names. What matches one lies in shard files of its own, so that
+            it can be copied or left out later without being read; [] for one file a rank.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -149,8 +155,8 @@ class SaveSteps(Protocol):
     def write(self) -> object:
         """Write this rank's files and return its report."""
 
-    def commit(self, reports: Sequence[Any]) -> CheckpointInfo:
-        """Commit; coordinator only."""
+    def commit(self, reports: Sequence[Any], stats: OperationStats) -> CheckpointInfo:
+        """Commit, with `stats` in the record; coordinator only."""
 
     def close(self) -> None:
         """Release the resources of the steps."""
@@ -242,14 +248,21 @@ def _write_and_commit(
 ) -> CheckpointInfo:
     """Write this rank's files; commit once all ranks have. Raises as `outcome_of` says."""
     stage: Stage = "writing"
+
+    def commit(written: Sequence[tuple[object, RankTiming]]) -> CheckpointInfo:
+        reports, timings = zip(*written, strict=True)
+        return steps.commit(reports, operation.stats_of(timings))
+
     try:
-        report = steps.write()
+        written = steps.write(), operation.timing()
         if not operation.is_coordinator:
             stage = "reported"
             # The last rank may take the whole write phase, and only then the commit begins.
             limit_s = operation.deadline.remaining_s() + operation.timeouts.commit
             operation.phase("commit", limit_s)
-        return operation.exchange(report, steps.commit, is_commit=True, is_last=is_last)  # type: ignore[no-any-return]  # what `commit` returns
+        committed: CheckpointInfo = operation.exchange(
+            written, commit, is_commit=True, is_last=is_last
+        )
     except BaseException as error:
         if operation.is_coordinator and operation.deadline.phase == "commit":
             stage = "committing"
@@ -283,6 +296,8 @@ def _write_and_commit(
         if cause == "interrupt" and not in_background:
             raise
         raise unknown from error
+    operation.stats = committed.stats
+    return committed
 
 
 def _cause_of(error: BaseException) -> Cause:

@@ -10,7 +10,8 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from types import MappingProxyType
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -35,20 +36,20 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
-from ckpt_storage.options import (
-    Phase,
-    RetryPolicy,
-)
+from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.options import Phase, RetryPolicy
 from ckpt_storage.progress import reporting
 from ckpt_storage.store import endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import ObjectWriter
 
+from .groups import SharedItems, choose_groups, split_plan
 from .items import Items, planned_bytes
 from .options import SaveOptions
 from .replicas import Difference, settle_differences
-from .shardfile import Item, write_shard
+from .shardfile import Item, ShardFileWriter, WrittenShard, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
@@ -110,6 +111,7 @@ class SaveSession:
             "the storage's endpoint": endpoint_of(self.location),
             "stock_metadata": self.options.stock_metadata,
             "replicas": self.options.replicas,
+            "groups": str(list(self.options.groups)),
             "the version of ckpt_storage": __version__,
         }
 
@@ -144,9 +146,12 @@ class SaveSession:
                 self.discard(self._ticket.save_id, is_whole=True)
             raise
 
-    def begin(self, world_size: int, item_count: int) -> SaveTicket:
+    def begin(
+        self, world_size: int, item_count: int, sizes: Iterable[tuple[str, int]]
+    ) -> SaveTicket:
         """Open the attempt; coordinator only. `item_count` is that of all ranks' plans.
 
+        `sizes` are the names and bytes of the global plan.
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
@@ -168,14 +173,18 @@ class SaveSession:
                 previous.save_id,
                 ticket.save_id,
             )
-        log.info("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
-        with_places = self.options.is_stock_wanted(item_count)
-        return replace(ticket, world_size=world_size, with_places=with_places)
+        log.debug("save %s to %s begins on %d ranks", ticket.save_id, store.url, world_size)
+        return replace(
+            ticket,
+            world_size=world_size,
+            with_places=self.options.is_stock_wanted(item_count),
+            groups=choose_groups(sizes, self.options.groups, world_size=world_size),
+        )
 
     def write(
         self, ticket: SaveTicket, plan: SavePlan, items: Items, ties: Mapping[str, str]
     ) -> RankReport:
-        """Write this rank's shard file and rank manifest; all ranks; durable on return.
+        """Write this rank's shard files and rank manifest; all ranks; durable on return.
 
         If the storage is full, files of dead attempts are deleted first. After an error nothing is
         committed.
@@ -213,10 +222,10 @@ class SaveSession:
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
-            transfer = options.transfer(store.capabilities)
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
-            files, known, unsafe = [], Vocabulary(), dict[str, str]()
-            if plan.items:
+            shards, unsafe = list[WrittenShard](), dict[str, str]()
+            plans = split_plan(plan, ticket.groups)
+            if plans:
                 deadline.watch.expect(byte_count)
                 with reporting(
                     options.progress,
@@ -226,42 +235,134 @@ class SaveSession:
                     save_id=save_id,
                     with_bar=self.is_coordinator,
                 ) as on_bytes:
-                    path = shard_path(save_id, self.rank, 0)
-                    writer = ObjectWriter(
-                        store,
-                        path,
-                        options=transfer,
-                        planned_bytes=byte_count,
-                        deadline=deadline,
-                        on_bytes=on_bytes,
+                    shards = self._write_shards(
+                        store, save_id, [*plans.values()], items, unsafe, on_bytes, deadline
                     )
-                    file = write_shard(
-                        path,
-                        writer,
-                        self._noted(items(plan), unsafe),
-                        known,
-                        block_bytes=transfer.block_bytes,
-                        deadline=deadline,
-                    )
-                    files.append(file)
             self._warn_of(unsafe, save_id)
-            manifest = RankManifest(
-                save_id=save_id,
-                rank=self.rank,
-                world_size=ticket.world_size,
-                fqns=list(known.fqns),
-                dtypes=list(known.dtypes),
-                boxes=list(known.boxes),
-                files=files,
-                unsafe=unsafe,
-                host=socket.gethostname(),
-                pid=os.getpid(),
+            groups = tuple(plans) if ticket.groups else ()
+            return self._put_manifest(
+                store, ticket, shards, unsafe=unsafe, ties=ties, groups=groups
             )
-            document = seal(manifest.to_body())
-            path = rank_manifest_path(manifest.save_id, self.rank)
-            store.put(path, document)
+
+    def _put_manifest(
+        self,
+        store: Store,
+        ticket: SaveTicket,
+        shards: Sequence[WrittenShard],
+        *,
+        unsafe: Mapping[str, str] = MappingProxyType({}),
+        ties: Mapping[str, str] = MappingProxyType({}),
+        groups: tuple[str, ...] = (),
+    ) -> RankReport:
+        """Write the rank manifest of shard files; return the report of this rank."""
+        known = Vocabulary()
+        files = [shard.numbered(known) for shard in shards]
+        manifest = RankManifest(
+            save_id=ticket.save_id,
+            rank=self.rank,
+            world_size=ticket.world_size,
+            fqns=list(known.fqns),
+            dtypes=list(known.dtypes),
+            boxes=list(known.boxes),
+            files=files,
+            unsafe=unsafe,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        document = seal(manifest.to_body())
+        path = rank_manifest_path(manifest.save_id, self.rank)
+        store.put(path, document)
         ref = FileRef.of(path, document)
-        return RankReport.of(manifest, ref, with_places=ticket.with_places, ties=ties)
+        with_places = ticket.with_places
+        return RankReport.of(manifest, ref, with_places=with_places, ties=ties, groups=groups)
+
+    def _write_shards(
+        self,
+        store: Store,
+        save_id: str,
+        plans: Sequence[SavePlan],
+        items: Items,
+        unsafe: dict[str, str],
+        on_bytes: Callable[[int], None],
+        deadline: Deadline,
+    ) -> list[WrittenShard]:
+        """Write a shard file for each of `plans`, side by side; note unsafe values in `unsafe`."""
+        transfer = self.options.transfer(store.capabilities)
+        transfer = replace(transfer, thread_count=max(1, transfer.thread_count // len(plans)))
+        shared, shards = SharedItems(), dict[int, WrittenShard]()
+
+        def count(byte_count: int) -> None:
+            shared.check()
+            on_bytes(byte_count)
+
+        def write(index: int, plan: SavePlan) -> None:
+            path = shard_path(save_id, self.rank, index)
+            try:
+                writer = ObjectWriter(
+                    store,
+                    path,
+                    options=transfer,
+                    planned_bytes=planned_bytes(plan),
+                    deadline=deadline,
+                    on_bytes=count,
+                )
+                shards[index] = write_shard(
+                    path,
+                    writer,
+                    shared.of(self._noted(items(plan), unsafe)),
+                    block_bytes=transfer.block_bytes,
+                    deadline=deadline,
+                )
+            except BaseException:
+                shared.stop()
+                raise
+
+        if len(plans) == 1:
+            write(0, plans[0])
+            return [shards[0]]
+        with Workers(
+            len(plans), name=f"ckpt-storage write rank {self.rank}", deadline=deadline
+        ) as workers:
+            try:
+                for each in enumerate(plans):
+                    workers.submit(partial(write, *each))
+                workers.drain()
+            except BaseException:
+                shared.stop()
+                raise
+        return [shards[index] for index in range(len(plans))]
+
+    # Files that are written piece by piece.
+
+    def begin_writing(self, ticket: SaveTicket) -> Deadline:
+        """Begin to write shard files in place of `write`; return the deadline of the phase."""
+        self._ticket = ticket
+        return self._phase("write")
+
+    def open_shard(
+        self, ticket: SaveTicket, number: int, deadline: Deadline, *, planned_bytes: int
+    ) -> tuple[str, ShardFileWriter]:
+        """Return the path of this rank's shard file of a number, and its writer."""
+        store = self._store.bounded(deadline)
+        options = self.options.transfer(store.capabilities)
+        path = shard_path(ticket.save_id, self.rank, number)
+        writer = ObjectWriter(
+            store,
+            path,
+            options=options,
+            planned_bytes=planned_bytes,
+            deadline=deadline,
+            on_bytes=lambda _: None,
+        )
+        return path, ShardFileWriter(writer, options.block_bytes)
+
+    def end_writing(
+        self, ticket: SaveTicket, shards: Sequence[WrittenShard], deadline: Deadline
+    ) -> RankReport:
+        """Write the rank manifest of shard files; durable on return."""
+        store = self._store.bounded(deadline)
+        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+            return self._put_manifest(store, ticket, shards)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
         """Yield the items; note the values that `load` will refuse, or raise at them."""
@@ -291,10 +392,16 @@ class SaveSession:
                 more,
             )
 
-    def finish(self, metadata: Metadata, reports: Sequence[RankReport | None]) -> CheckpointInfo:
+    def finish(
+        self,
+        metadata: Metadata,
+        reports: Sequence[RankReport | None],
+        stats: OperationStats | None,
+    ) -> CheckpointInfo:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `reports[i]` is what rank i's `write` returned. Raises as `CheckpointStorageWriter.finish`.
+        `reports[i]` is what rank i's `write` returned; `stats` are recorded. Raises as
+        `CheckpointStorageWriter.finish`.
         """
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
         assert ticket is not None  # noqa: S101  # it has written its files
@@ -306,6 +413,7 @@ class SaveSession:
                     metadata=metadata,
                     reports=reports,
                     user=options.user,
+                    stats=stats,
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):
@@ -327,7 +435,9 @@ class SaveSession:
             if is_whole:
                 delete_attempt(store, save_id)
             else:
-                own = shard_path(save_id, self.rank, 0)
-                store.delete([own, rank_manifest_path(save_id, self.rank)])
+                # The rest, and each group.
+                file_count = 1 + len(self._ticket.groups if self._ticket else ())
+                own = [shard_path(save_id, self.rank, index) for index in range(file_count)]
+                store.delete([*own, rank_manifest_path(save_id, self.rank)])
         except CheckpointError as error:
             log.warning("%s: files of failed save %s stay for now: %s", self.url, save_id, error)

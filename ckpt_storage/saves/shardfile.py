@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -55,6 +55,7 @@ class ShardFileWriter:
         self._gathered_bytes = 0
         # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
         self._crcs: list[int] = []
+        self._rows: list[_Row] = []
         self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
@@ -118,65 +119,90 @@ class ShardFileWriter:
         self._writer.complete()
         return self.position, combine_many(self._crcs, self._lengths)
 
+    def append(self, item: Item) -> None:
+        """Append one item."""
+        self.frame(_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES])
+        start, length, box, tail = self.position, item.payload_bytes, None, b""
+        if item.dtype is not None:
+            box = Box(item.offsets, item.sizes)
+            head, tail = tensor_envelope(item.dtype, item.sizes)
+            self.frame(head)
+        payload_start = self.position
+        views = item.views(self.part_bytes)
+        if length <= self.small_bytes:
+            self.small_payload(b"".join(views))
+        else:
+            self.payload(map(memoryview, views))
+        actual_length = self.position - payload_start
+        if actual_length != length:
+            raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
+        if tail:
+            self.frame(tail)
+        place = (start, self.position - start, payload_start, length)
+        self._rows.append((item.fqn, item.dtype, box, place))
+
+    def complete(self, path: str) -> WrittenShard:
+        """Finish the file, which has an item at least; return what it holds."""
+        size_bytes, crc32c = self.finish()
+        return WrittenShard(
+            file=self, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=self._rows
+        )
+
     def abort(self) -> None:
         """Discard everything; idempotent. Raises `StorageError` if that fails."""
         self._writer.abort()
+
+    def abort_after(self, error: BaseException) -> None:
+        """Discard everything because of `error`, which notes a failure to do so; idempotent."""
+        try:
+            self.abort()
+        except StorageError as failure:
+            error.add_note(f"Discarding the upload failed too: {failure}")
+
+
+_Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
+"""Name, dtype and box of an item; start and bytes of the item, start and bytes of its payload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenShard:
+    """A shard file that is complete; its items are not numbered yet."""
+
+    file: ShardFileWriter
+    path: str
+    size_bytes: int
+    crc32c: int
+    rows: Sequence[_Row]
+
+    def numbered(self, known: Vocabulary) -> ShardFile:
+        """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
+        rows = [(*known.numbers(fqn, dtype, box), *places) for fqn, dtype, box, places in self.rows]
+        return ShardFile(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            crc32c=self.crc32c,
+            block_bytes=self.file.block_bytes,
+            **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
+            block_crcs=self.file.block_crcs,
+            frame_crcs=self.file.frame_crcs,
+        )
 
 
 def write_shard(
     path: str,
     writer: ObjectWriter,
     items: Iterable[Item],
-    known: Vocabulary,
     *,
     block_bytes: int,
     deadline: Deadline,
-) -> ShardFile:
-    """Write `items`, one at least, to a shard file; after any error no upload stays open.
-
-    Adds the names, dtypes and boxes of the items to `known`.
-    """
-    file, rows = ShardFileWriter(writer, block_bytes), list[tuple[int, ...]]()
+) -> WrittenShard:
+    """Write `items`, one at least, to a shard file; after any error no upload stays open."""
+    file = ShardFileWriter(writer, block_bytes)
     try:
         for item in items:
-            rows.append(_written(file, item, known))
+            file.append(item)
             deadline.check(f"Writing {path}")
-        size_bytes, crc32c = file.finish()
+        return file.complete(path)
     except BaseException as error:
-        try:
-            file.abort()
-        except StorageError as failure:
-            error.add_note(f"Discarding the upload failed too: {failure}")
+        file.abort_after(error)
         raise
-    return ShardFile(
-        path=path,
-        size_bytes=size_bytes,
-        crc32c=crc32c,
-        block_bytes=block_bytes,
-        **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
-        block_crcs=file.block_crcs,
-        frame_crcs=file.frame_crcs,
-    )
-
-
-def _written(file: ShardFileWriter, item: Item, known: Vocabulary) -> tuple[int, ...]:
-    """Append one item; return its row of `COLUMNS`."""
-    file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-    start, length, box, tail = file.position, item.payload_bytes, None, b""
-    if item.dtype is not None:
-        box = Box(item.offsets, item.sizes)
-        head, tail = tensor_envelope(item.dtype, item.sizes)
-        file.frame(head)
-    payload_start = file.position
-    views = item.views(file.part_bytes)
-    if length <= file.small_bytes:
-        file.small_payload(b"".join(views))
-    else:
-        file.payload(map(memoryview, views))
-    actual_length = file.position - payload_start
-    if actual_length != length:
-        raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
-    if tail:
-        file.frame(tail)
-    numbers = known.numbers(item.fqn, item.dtype, box)
-    return (*numbers, start, file.position - start, payload_start, length)

@@ -15,18 +15,20 @@ __all__ = ["Abilities", "find_record", "forget", "forget_all", "remember"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What one storage does; a problem says what it fails to do, "" if it does it.
+    """What one storage does; None: not tried yet. A problem is "" where there is none.
 
     create_problem: creating an object only if nothing is there (I4).
     hides_absence: what is not there is "forbidden" to these credentials: they may not list.
-    replace_problem: replacing an object only if it is of a version; None: not tried yet.
-    delete_problem: deleting it only if it is of a version; None: not tried yet.
+    replace_problem: replacing an object only if it is of a version.
+    delete_problem: deleting it only if it is of a version.
+    copies_parts: whether it copies a range of an object as a part of an upload.
     """
 
-    create_problem: str
+    create_problem: str | None = None
     hides_absence: bool = False
     replace_problem: str | None = None
     delete_problem: str | None = None
+    copies_parts: bool | None = None
 
 
 # Keyed by process too: a child of fork asks anew, with clients of its own.

@@ -167,6 +167,8 @@ class Calls:
             # Kept no longer than this, since its traceback holds the caller's buffers.
             del failure
             attempt += 1
+            for deadline in self._deadlines[-1:]:
+                deadline.watch.retried()
 
     def _once(
         self,
@@ -210,7 +212,10 @@ class Calls:
         """Return what an exception of the backend means, without credentials."""
         known = self._opened[0] if self._opened else None
         if known is not None and not isinstance(error, CheckpointError):
-            error = known.explain(error) or error
+            try:
+                error = known.explain(error) or error
+            except Exception as failure:  # noqa: BLE001  # backends raise any type
+                error.add_note(f"The backend could not explain it: {failure!r}")
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
             return error
         where, limit_s = "" if known is None else known.endpoint, self._request_timeout_s

@@ -41,6 +41,10 @@ class Watch(Protocol):
         """Note how many bytes the phase has in all."""
         del total_bytes
 
+    def retried(self, count: int = 1) -> None:
+        """Note that storage requests are repeated."""
+        del count
+
     def failed(self, error: CheckpointError) -> None:
         """Note a failure at once, because what it leaves behind hangs."""
         del error
@@ -180,6 +184,10 @@ class Stalling(Watch):
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes there are in all."""
         self._beside.expect(total_bytes)
+
+    def retried(self, count: int = 1) -> None:
+        """Note that storage requests are repeated."""
+        self._beside.retried(count)
 
 
 def stalling_deadline(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .redaction import without_password
@@ -208,6 +208,14 @@ def anchored(url: str | os.PathLike[str]) -> str:
     return location.target if location.is_local else os.fspath(url)
 
 
+def redacted_url(url: object) -> str:
+    """Return a user's `url` for messages, without credentials, whatever was passed."""
+    try:
+        return Location.to_read(url).url  # type: ignore[arg-type]  # it raises for all else
+    except CheckpointError:
+        return "a place that cannot be used"
+
+
 def address_of(location: Location) -> str:
     """Return the URL that requests go to as options and environment tell it, or ""."""
     options = location.storage_options
@@ -360,7 +368,8 @@ def _check_scheme(protocol: str, given: str, refused: AbstractSet[str], shown: s
         near = difflib.get_close_matches(given, alike, 1, 0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
         step = f"{hint}Install the fsspec backend that provides {given}://, or register_backend()."
-        if multiprocessing.parent_process() is not None:
+        # A child of multiprocessing and our own worker bear a name; a script's process does not.
+        if multiprocessing.current_process().name != "MainProcess":
             step = (
                 "This is a worker process. If register_backend() was called in another one, call "
             )

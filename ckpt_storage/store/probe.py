@@ -17,22 +17,26 @@ from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStor
 from ckpt_storage.format.names import probe_path
 
 from .abilities import Abilities, find_record, forget, remember
-from .backend import Content
+from .backend import Content, PartCopy
 from .store import Store
 
 _TRIES = 3
 _RANGE_START = 7
 _REFUSALS = frozenset({"permission", "precondition", "refused", "unsupported"})
 
+COPY_REFUSALS = frozenset({"permission", "unsupported"})
+"""Kinds of refusals of a copy after which its bytes are read and sent."""
+
 
 def find_abilities(store: Store) -> Abilities:
     """Return what the storage was seen to do; creation is tried if that was not done before."""
     scope = store.find_scope()
-    record = find_record(scope)
-    if record is None:
+    record = find_record(scope) or Abilities()
+    if record.create_problem is None:
         path = probe_path()
         hides_absence = not try_absence(store, path)
-        record = Abilities(create_problem=try_creation(store, path), hides_absence=hides_absence)
+        problem = try_creation(store, path)
+        record = replace(record, create_problem=problem, hides_absence=hides_absence)
         remember(scope, record)
     return record
 
@@ -81,6 +85,38 @@ def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None)
     except UnsupportedByStoreError:
         forget(store.find_scope())
         raise
+
+
+def copies_parts(store: Store, path: str, copy: PartCopy) -> bool:
+    """Return whether the storage makes a part of an upload by a copy; tried once, beside `path`."""
+    if not store.capabilities.is_remote:
+        return True
+    scope = store.find_scope()
+    record = find_record(scope) or Abilities()
+    if record.copies_parts is None:
+        record = replace(record, copies_parts=try_copy(store, path, copy))
+        remember(scope, record)
+    return record.copies_parts is True
+
+
+def try_copy(store: Store, path: str, copy: PartCopy) -> bool:
+    """Copy the least that can be copied in an upload that is aborted; return whether that worked.
+
+    Some servers pass over the source, and keep an empty part that cannot be replaced.
+    """
+    length = min(copy.length, store.capabilities.copy_min_bytes or copy.length)
+    upload = store.upload(path + probe_path(), copies=True)
+    try:
+        upload.copy_part(replace(copy, number=0, offset=0, length=length))
+    except StorageError as error:
+        if error.kind not in COPY_REFUSALS:
+            raise
+        return False
+    finally:
+        # What stays is aborted with the uploads of `path` that a dead run left.
+        with contextlib.suppress(CheckpointError):
+            upload.abort()
+    return True
 
 
 def try_absence(store: Store, path: str) -> bool:

@@ -197,7 +197,8 @@ def explain(
     expired. The text and the notes of `error` are kept; `scrub` takes credentials out of them.
     """
     if isinstance(error, StorageError):  # a backend says it exactly
-        error.args = (scrub(str(error)),)
+        text = str(error) if error.path else f"The {name} of {path} failed: {error}"
+        error.args = (scrub(text),)
         error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))

@@ -214,7 +214,10 @@ class S3Objects:
         """Raise unless the conditions hold for what is there."""
         match, absent = request.headers.get(f"{prefix}if-match"), None
         if not prefix:
-            match, absent = self._service.conditions_of(request.op, request.headers)
+            in_parts = found is not None and "-" in found.etag
+            match, absent = self._service.conditions_of(
+                request.op, request.headers, in_parts=in_parts
+            )
         if self.ignore_preconditions or match is absent is None:
             return
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):
@@ -261,6 +264,8 @@ class S3Objects:
 
     def _list_uploads(self, request: Request, _home: _Home) -> Answer:
         query = request.query
+        if self._service.streams_parts and not self._of_bucket(request):
+            raise S3Error(404, "NoSuchUpload", "No upload is open")
         # Without an id the marker stands behind all uploads of its key.
         marker = query.get("key-marker", ""), query.get("upload-id-marker", "~")
         left = sorted(
@@ -362,8 +367,8 @@ class S3Objects:
         return answer._replace(headers={**answer.headers, **told})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
-        body = request.body
-        if is_copy := request.op == "part_copy":
+        body, streams = request.body, self._service.streams_parts
+        if is_copy := request.op == "part_copy" and not streams:
             whole = self._source(request).body
             asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{len(whole) - 1}")
             start, stop = _range(asked, len(whole))
@@ -377,6 +382,8 @@ class S3Objects:
         declared = begun.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         for name in request.checksum():
             _refuse(self._service.refusal_of_part_checksum(declared, name.removeprefix(_CHECKSUM)))
+        if streams and number in parts and parts[number].body != body:
+            raise S3Error(501, "NotImplemented", f"part {number} has already been streamed")
         checksum = request.checksum() or begun.checksum_of(body)
         parts[number] = part = _Stored(body, checksum=checksum)
         if is_copy:

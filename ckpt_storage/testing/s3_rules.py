@@ -62,8 +62,11 @@ class ServiceRules:
     object_lock: what is written bears a checksum; what is deleted stays below a marker.
     conditions: how a write honours If-None-Match and If-Match. "bare": only the ETag without its
         quotes is equal. "never-equal": If-Match is refused always, and If-None-Match ignored. With
-        both a DELETE ignores it.
+        both a DELETE ignores it. "refused": writes have no conditions, and a DELETE compares an
+        object in parts with an ETag that is told nowhere.
     range_status: HTTP status of the answer to a ranged read.
+    streams_parts: each part goes to a backend at once: none is replaced by another or made from a
+        source, and a bucket without open uploads is answered as a missing upload.
     customer_key: objects are encrypted with a key that each request brings.
     wrong_byte: the first answer with bytes of each key has a wrong one.
     """
@@ -78,6 +81,7 @@ class ServiceRules:
     object_lock: bool = False
     conditions: Literal["honoured", "no-if-match", "bare", "never-equal", "refused"] = "honoured"
     range_status: int = 206
+    streams_parts: bool = False
     customer_key: bool = False
     wrong_byte: bool = False
 
@@ -99,7 +103,8 @@ class ServiceRules:
         is_whole = headers.get("x-amz-checksum-type") == "FULL_OBJECT"
         if is_whole and not self.full_object_crcs:
             return _not_implemented("a CRC32C of the whole object")
-        if self.conditions == "refused" and op not in _READS and _CONDITIONS & headers.keys():
+        has_condition = op in _WRITES and bool(_CONDITIONS & headers.keys())
+        if self.conditions == "refused" and has_condition:
             return _not_implemented("a condition of a write")
         flaws = (
             _directory_flaw(op, query, headers) if self.directory_bucket else None,
@@ -108,9 +113,16 @@ class ServiceRules:
         )
         return next(filter(None, flaws), None)
 
-    def conditions_of(self, op: str, headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-        """Return the ETag that must be there, and "*" if nothing may, as the service sees them."""
+    def conditions_of(
+        self, op: str, headers: Mapping[str, str], *, in_parts: bool
+    ) -> tuple[str | None, str | None]:
+        """Return the ETag that must be there, and "*" if nothing may, as the service sees them.
+
+        in_parts: what is there was uploaded in parts.
+        """
         match, absent = headers.get("if-match"), headers.get("if-none-match")
+        if op == "delete" and self.conditions == "refused" and in_parts:
+            return match and "never", absent
         if op not in _WRITES | {"delete"} or self.conditions in {"honoured", "refused"}:
             return match, absent
         if op == "delete" and self.conditions != "no-if-match":
@@ -255,8 +267,11 @@ PROFILES: Mapping[Profile, ServiceRules] = MappingProxyType(
         "ceph-versioned": ServiceRules(conditions="never-equal"),
         # As OpenStack Swift's s3api 2.30 answers.
         "swift": ServiceRules(conditions="refused"),
-        # As `rclone serve s3` answers a range: the right bytes and Content-Range, status 200.
-        "rclone": ServiceRules(range_status=200),
+        # As `rclone serve s3` 1.75 answers. A range: the right bytes and Content-Range, status 200.
+        # UploadPartCopy: as a part of no bytes. Other bytes for a part that it has: 501, "part 1
+        # has already been streamed to the backend and cannot be replaced with different contents".
+        # ListMultipartUploads where none is open: 404 NoSuchUpload.
+        "rclone": ServiceRules(range_status=200, streams_parts=True),
     }
 )
 

@@ -144,8 +144,8 @@ class ChunkReader:
         """Return the ranges that serve all `reads`, in order of file and offset; nothing is read.
 
         A range has at most the options' `part_bytes`, except that a block or an element larger
-        than it is read whole. With a `turn` the files take turns, beginning with another one for
-        each, so that many readers do not ask for one file at a time. Raises `FormatError` for a
+        than it is read whole. With a `turn` the files alternate, and each turn begins with another
+        file, so that many readers do not ask for one file at a time. Raises `FormatError` for a
         place of another length than its chunk.
         """
         options = self._ranges.options
@@ -260,7 +260,7 @@ class _Plan:
             return
         step = self._step(self._part_bytes, read)
         if self._copies_beat_requests:
-            # Parts of nearly one size. One that holds an edge is copied: no request for it alone.
+            # Parts of nearly equal size. A part with an edge is copied: no request for it alone.
             fair = -(-(last - first) // -(-(last - first) // step))
             step = min(step, fair + -fair % block)
             cuts = [*range(first, last, step), last]
@@ -290,12 +290,12 @@ class _Plan:
         """Return what was planned, neighbouring windows joined."""
         files = []
         for path in sorted(self._direct.keys() | self._windows.keys()):
-            found, windows = self._direct.get(path, []), self._windows.get(path, [])
+            reads, windows = self._direct.get(path, []), self._windows.get(path, [])
             windows.sort(key=_INTERVAL)
             intervals = list(map(_INTERVAL, windows))
             for start, stop, which in coalesce(intervals, self._gap_bytes, self._window_bytes):
                 members = windows[which.start : which.stop]
-                found.append(
+                reads.append(
                     RangeRead(
                         path=path,
                         start=start,
@@ -304,14 +304,14 @@ class _Plan:
                         done=partial(_put_windows, self._reads, members, start),
                     )
                 )
-            found.sort(key=lambda read: read.start)
-            files.append(found)
+            reads.sort(key=lambda read: read.start)
+            files.append(reads)
         if turn is not None and files:
             first = turn % len(files)
             files = [*files[first:], *files[:first]]
             most = max(map(len, files))
-            return [found[at] for at in range(most) for found in files if at < len(found)]
-        return [read for found in files for read in found]
+            return [reads[at] for at in range(most) for reads in files if at < len(reads)]
+        return [read for reads in files for read in reads]
 
 
 def _into(place: ChunkPlace, memory: memoryview, start: int) -> RangeRead:

@@ -104,7 +104,7 @@ class Pacer:
     def slowed_down(self) -> None:
         """Note that the storage asked for fewer requests (SlowDown, 429, 503).
 
-        The answers to requests that were under way together are one such word.
+        The answers to requests that were in flight together count once.
         """
         with self._lock:
             if self._late_count:
@@ -117,9 +117,9 @@ class Pacer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCosts:
-    """What reads are planned by: neighbours share one where their gap takes less time than another.
+    """What reads are planned by: neighbours share a request where that takes less time than two.
 
-    gap_bytes: what one reads over rather than ask anew.
+    gap_bytes: the longest gap that is read rather than skipped by another request.
     copy_bytes: what is copied from a buffer to where it belongs in the time of a request.
     part_min_bytes, window_bytes: bound one request, from below where a load is split over several
         streams, from above where it goes through a buffer.

@@ -66,7 +66,7 @@ class RangeReader:
         self.pacer = pacer or Pacer(options.thread_count)
 
     def run(self, reads: Sequence[RangeRead], *, on_bytes: Callable[[int], None] = ignore) -> None:
-        """Do all reads, in the given order of start.
+        """Do all reads, in the order of their starts.
 
         Raises the first failure; what was to be filled is then undefined.
         """
@@ -142,7 +142,7 @@ class _Run:
         return buffer_bytes + (read.stop - read.start if self._is_remote else 0)
 
     def _claim(self, batch: Sequence[RangeRead]) -> int:
-        # One at a time is under way.
+        # Only one read is in flight at a time.
         cost_bytes = max(map(self._cost_bytes, batch))
         if cost_bytes:
             READ_BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)

@@ -1,4 +1,4 @@
-"""Threads that move bytes: daemons with names; one that is stuck is never joined at exit."""
+"""Threads that move bytes: daemons with names; a stuck thread is never joined at exit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Workers:
     def submit(
         self, job: Callable[[], object], *, ended: Callable[[], None] = lambda: None
     ) -> None:
-        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`.
+        """Queue `job`; raise the failure of an earlier job, or `PhaseTimeoutError`.
 
         `ended` is called once, after `job` or in its place where it is not run any more.
         """

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from bandwidth import Bandwidth
 from measure import Comparison
@@ -52,8 +53,12 @@ def main() -> None:
         _storage(asked, bandwidth) as (url, options, count),
         tempfile.TemporaryDirectory() as scratch,
     ):
+        # As under torchrun, whose agent holds the store of the ranks.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         mp.spawn(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            measure, (asked, url, options, count, scratch, bandwidth), nprocs=asked.ranks
+            measure,
+            (asked, url, options, count, scratch, bandwidth, store.port),
+            nprocs=asked.ranks,
         )
         # Written by our own rank 0, a moment ago.
         found: list[Comparison] = torch.load(f"{scratch}/result", weights_only=False)

@@ -283,7 +283,7 @@ class _SharedDetector(FailureDetector):
             if is_nudge:
                 self._is_nudged = False
                 return
-            self._look()
+            self._check_heartbeats()
             _beats().plan(self, self._beat_s)
         except LostStoreError as error:
             self._on_error(error)

@@ -418,13 +418,14 @@ def measure(
     count: Any,
     scratch: str,
     bandwidth: Bandwidth | None,
+    port: int,
 ) -> None:
     """Measure on one rank, in a process of its own; rank 0 leaves what it found in `scratch`."""
     # torch's own background saves start a group that looks for these.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{scratch}/rendezvous", asked.ranks)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
     is_local = "://" not in url
     if is_local and bandwidth is not None:

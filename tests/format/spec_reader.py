@@ -237,6 +237,8 @@ def whole(root: Path) -> SimpleNamespace:
     ranks = column(listed["rank"])
     rows = zip(ranks, column(listed["bytes"]), crcs(listed["crc32c"], len(ranks)), strict=True)
     need(list(rows) == files, "manifest and rank manifests list other files")
+    groups = ["", *listed.get("groups", [])]
+    of = column(listed.get("group", [-1] * len(ranks)), len(ranks), least=-1, below=len(groups) - 1)
     values: dict[str, bytes] = {}
     for (fqn, offsets), (rank, box) in held.items():
         need((rank, fqn, offsets) in found, f"{fqn} is not where it should be")
@@ -248,6 +250,7 @@ def whole(root: Path) -> SimpleNamespace:
         target = tensors[fqn][1][window(*box)]
         target[...] = np.frombuffer(payload, dtype=np.uint8).reshape(target.shape)
     more = {"slot": record["slot"], "ties": manifest.get("ties") or {}}
+    more["groups"] = [groups[n + 1] for n in of]
     return SimpleNamespace(save_id=save_id, tensors=tensors, blobs=values, **more)
 
 

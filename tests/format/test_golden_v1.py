@@ -170,6 +170,32 @@ def test_the_reader_is_short_and_stands_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=path.parent)
 
 
+def saved_by_groups() -> dict[str, Any]:
+    """Return the state in golden/v1-groups, of both ranks."""
+    rows = torch.arange(12.0).reshape(3, 4)
+    model = {"w0": rows, "w1": rows + 1, "b": torch.arange(5, dtype=torch.int16)}
+    return {
+        "model": model,
+        "optimizer": {"m0": 2 * rows, "m1": 2 * rows - 1, "lr": 0.5},
+        "step": 8,
+    }
+
+
+def test_files_by_group_are_read_by_everyone() -> None:
+    """Ours, torch's own and the page's reader; a rank has a file of each group."""
+    path, expected = GOLDEN.parent / "v1-groups" / "step-00000008", saved_by_groups()
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        load(state := zeros_like(expected), path)
+        assert same(state, expected)
+    found = spec_reader.read(path)
+    assert found.groups == ["", "optim*", "", "optim*"]
+    assert found.tensors["optimizer.m1"][1].tobytes() == raw_bytes(expected["optimizer"]["m1"])
+    assert ckpt_storage.verify(path).ok
+    for where in path.rglob("manifest.json"):
+        body = unseal(data := where.read_bytes(), path=str(where))
+        assert seal(Manifest.from_body(body, where=str(where)).to_body()) == data
+
+
 def saved_by_torch_2_15() -> dict[str, Any]:
     """Return the state in golden/torch-2.15, as golden/README.md tells."""
     return {
@@ -202,3 +228,54 @@ def test_metadata_of_a_later_torch_are_read() -> None:
         assert np.array_equal(found["model.rows"][1:3, ::2], expected["model"]["rows"][1:3, ::2])
         assert found["step"] == 7
     assert ckpt_storage.verify(path).ok
+
+
+DECIDED = GOLDEN.parent / "v1-decided"
+
+
+def decided(kind: str) -> list[str]:
+    return sorted(path.name for path in (DECIDED / kind).iterdir())
+
+
+def with_changes(golden: Path, kind: str, name: str) -> Path:
+    """Return the golden checkpoint with the changed documents of a case over its own."""
+    shutil.copytree(DECIDED / kind / name, golden / RUN, dirs_exist_ok=True)
+    return golden / RUN
+
+
+@pytest.mark.parametrize("name", decided("sound"))
+def test_what_was_decided_to_be_sound_stays_readable(golden: Path, name: str) -> None:
+    """Notes of any form and a damaged superseded slot hide nothing from ours or the stranger."""
+    run = with_changes(golden, "sound", name)
+    dcp_cases.load(state := zeros(), run)
+    assert is_expected(state)
+    assert spec_reader.read(run).slot == 2
+
+
+@pytest.mark.parametrize("name", decided("refused"))
+def test_what_was_decided_to_be_refused_stays_refused(golden: Path, name: str) -> None:
+    """Missing keys and contradictions are refused by both readers, and reported by `verify`."""
+    run = with_changes(golden, "refused", name)
+    with pytest.raises(spec_reader.RefusedError):
+        spec_reader.read(run)
+    with pytest.raises(ckpt_storage.FormatError):
+        ckpt_storage.load(zeros(), run)
+    assert not ckpt_storage.verify(run).ok
+
+
+STATES: dict[str, type[ckpt_storage.CheckpointError]] = {
+    "deleted": CheckpointGoneError,
+    "in-progress": ckpt_storage.CheckpointInProgressError,
+    "lost": ckpt_storage.FormatError,
+    "lost-behind-a-tombstone": ckpt_storage.FormatError,
+    "nothing": ckpt_storage.CheckpointNotFoundError,
+}
+
+
+@pytest.mark.parametrize("name", decided("states"))
+def test_the_rows_of_the_state_table_stay(name: str) -> None:
+    """Each folder without a readable head is what docs/format.md calls it."""
+    with pytest.raises(STATES[name]):
+        open_checkpoint(DECIDED / "states" / name)
+    with pytest.raises((spec_reader.RefusedError, spec_reader.NoCheckpointError)):
+        spec_reader.read(DECIDED / "states" / name)

@@ -79,7 +79,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert code == 0, output
     for rank in (0, 1):
         assert json.dumps([rank, 4, True]) in output, output
-    assert "not from what comes first: step-00000006 could not be loaded" in output
+    assert "LOST. These could not be loaded: step-00000006: " in output
     assert sound(url) == ["step-00000003", "step-00000006", "step-00000008"]
 
 

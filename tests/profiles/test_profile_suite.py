@@ -9,17 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import ClassVar, TypeAlias
 
 import pytest
 from profiles import Service, running, small_parts
 from servers import Running
-from suites import SuiteAt
+from suites import ProbedSuite
 
-from ckpt_storage.store import Backend, Location, Settings
-from ckpt_storage.store.probe import find_all_abilities
-from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_rules import Profile
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -33,7 +29,7 @@ def started() -> Iterator[Started]:
         yield functools.cache(lambda profile: stack.enter_context(running(profile)))
 
 
-class ProfileSuite(SuiteAt):
+class ProfileSuite(ProbedSuite):
     """The suite on a new bucket of a server with the rules of `profile`."""
 
     profile: ClassVar[Profile]
@@ -45,24 +41,6 @@ class ProfileSuite(SuiteAt):
         small_parts(monkeypatch)
         service = Service(server=started(self.profile))
         return Running(url=service.root, storage_options=service.server.storage_options)
-
-    def opened(self, location: Location, settings: Settings) -> Backend:
-        """Return a backend that declares what the service was seen to do."""
-        backend = super().opened(location, settings)
-        record = find_all_abilities(Store(backend, url=location.url, scope=location.scope))
-        backend.capabilities = replace(
-            backend.capabilities,
-            exclusive_create=not record.create_problem,
-            if_match=not record.replace_problem,
-        )
-        self.deletes_by_version = not record.delete_problem
-        return backend
-
-    def test_a_version_is_deleted_only_while_it_is_there(self, store: Store) -> None:
-        """What took its place meanwhile stays, where the service was seen to decide that."""
-        if not self.deletes_by_version:
-            pytest.skip("the service deletes whatever is there")
-        super().test_a_version_is_deleted_only_while_it_is_there(store)
 
 
 class TestAws(ProfileSuite):
@@ -123,3 +101,4 @@ class TestRclone(ProfileSuite):
     """`rclone serve s3`, which answers ranges with status 200."""
 
     profile = "rclone"
+    copies_parts = False

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import cut, seeded
-from front_door_cases import caught
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
@@ -288,11 +287,8 @@ def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[
 
 
 @on_ranks(3)
-def test_a_bit_turned_between_ranks_is_told(rank: int, options: dict[str, Any]) -> None:
-    """What peers send is held to the checkpoint's checksums; every rank raises.
-
-    Rank 0 checks nothing and turns a bit of what it sends.
-    """
+def test_bytes_changed_between_ranks_are_read_again(rank: int, options: dict[str, Any]) -> None:
+    """A receiver checks what peers send, and reads a piece that does not match from the storage."""
     original = Peers.send
 
     def send(self: Peers, to: int, data: memoryview, tag: int, deadline: Any) -> None:
@@ -301,9 +297,11 @@ def test_a_bit_turned_between_ranks_is_told(rank: int, options: dict[str, Any]) 
             data[len(data) // 2] ^= 1
         original(self, to, data, tag, deadline)
 
-    with eager(), patch.object(Peers, "send", send):
-        error = caught(load_small, rank, options, timeout=20, verify=rank != 0)
-    assert "damaged" in str(error)
+    warned = patch.object(sharing.log, "warning")
+    with eager(), patch.object(Peers, "send", send), warned as warning:
+        load_small(rank, options, timeout=20)
+    warnings = [call.args[0] for call in warning.call_args_list]
+    assert any("is read from the storage" in text for text in warnings) == (rank == 2)
 
 
 def _load_without_rank_1(

@@ -7,28 +7,15 @@ import logging
 import pytest
 from journeys import Journeys
 from servers import Running
-from suites import SuiteAt
+from suites import ProbedSuite, ReplacesInSteps
 
 import ckpt_storage
-from ckpt_storage.store.store import Store
 
 
-class TestMountSuite(SuiteAt):
-    """The suite; exclusive creation and atomic replacement are what the mount lacks."""
+class TestMountSuite(ProbedSuite, ReplacesInSteps):
+    """The suite; the mount lacks exclusive creation, and renames by a copy and a deletion."""
 
     many, at = 30, "mount_root"
-
-    def test_of_several_creations_one_wins(self, store: Store, second: Store) -> None:
-        """There are no links there, so that nothing is created; the probe finds that out."""
-        with pytest.raises(ckpt_storage.UnsupportedByStoreError):
-            store.create("commits/1", b"one")
-        assert second.list("commits") == []
-
-    def test_a_reader_during_replaces_sees_old_or_new(self, store: Store, second: Store) -> None:
-        """Not during: rclone renames by a copy and a deletion. After it the new one is there."""
-        store.replace(".metadata", b"old")
-        store.replace(".metadata", b"new")
-        assert second.get(".metadata").data == b"new"
 
 
 class TestMountJourneys(Journeys):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 from journeys import Journeys
-from suites import SuiteAt
-
-# Until the probe of abilities decides for a server (ETags without quotes, no conditions, ranges
-# that are answered with 200), most of this fails here. Take the mark away when it does.
-_UNTIL_PROBED = pytest.mark.xfail(reason="needs the probe of abilities", strict=False)
+from suites import ProbedSuite, ReplacesInSteps, SuiteAt
 
 
-@_UNTIL_PROBED
-class TestRcloneSuite(SuiteAt):
-    """The suite."""
+class TestRcloneSuite(ProbedSuite, ReplacesInSteps):
+    """The suite; its S3 server writes objects in place."""
 
     many, at = 30, "rclone_root"
+    copies_parts = False
 
 
-@_UNTIL_PROBED
 class TestRcloneJourneys(Journeys):
     """The journeys."""
 

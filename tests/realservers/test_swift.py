@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import pytest
 from journeys import Journeys
-from suites import SuiteAt
+from suites import ProbedSuite
 
-# Until the probe of abilities decides for a server (ETags without quotes, no conditions, ranges
-# that are answered with 200), most of this fails here. Take the mark away when it does.
-_UNTIL_PROBED = pytest.mark.xfail(reason="needs the probe of abilities", strict=False)
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
+from ckpt_storage.testing.upload_facts import pattern, send
 
 
-@_UNTIL_PROBED
-class TestSwiftSuite(SuiteAt):
+class TestSwiftSuite(ProbedSuite):
     """The suite."""
 
     many, at = 30, "swift_root"
 
+    @pytest.mark.parametrize("is_complete", [True, False])
+    def test_who_joins_late_changes_nothing(
+        self, owner: Upload, store: Store, second: Store, size: int, *, is_complete: bool
+    ) -> None:
+        """A part that arrives again after the completion changes nothing; Swift keeps others."""
+        if not is_complete:
+            super().test_who_joins_late_changes_nothing(
+                owner, store, second, size, is_complete=False
+            )
+            return
+        token = owner.token()
+        send(owner, [pattern(size), b"end"])
+        owner.complete(size + 3)
+        send(second.join("saves/a/x", token), [pattern(size)])
+        assert store.get("saves/a/x").data == pattern(size) + b"end"
 
-@_UNTIL_PROBED
+
 class TestSwiftJourneys(Journeys):
     """The journeys."""
 

@@ -114,7 +114,8 @@ def test_uploads_that_a_dead_run_left_open_are_aborted(
     with pytest.raises(CheckpointError):
         consolidate(s3_root.url, **given)
     s3_buckets.faults([])
-    assert s3_buckets.open_upload_count == before + 1
+    # One of the file, and one in which the copy of a part was tried.
+    assert s3_buckets.open_upload_count == before + 2
     consolidate(s3_root.url, **given)
     assert s3_buckets.open_upload_count == before
     check(files_at(f"{s3_root.url}/hf", dict(s3_root.storage_options)), big_model())

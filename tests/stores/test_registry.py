@@ -285,3 +285,46 @@ def test_a_package_that_is_missed_late_is_named() -> None:
     with pytest.raises(InvalidInputError, match="lacking_sdk") as caught:
         open_store("lackingfs://h/run").stat("a")
     assert "pip install" in (caught.value.next_step or "")
+
+
+class _ExplainingBackend(MemoryBackend):
+    """A backend whose client raises errors of its own, which `explain` translates."""
+
+    meaning: StorageError | Exception = StorageError("the table is locked")
+
+    def stat(self, path: str) -> ObjectInfo:
+        raise RuntimeError(f"error 1205 at {path}")
+
+    def explain(self, error: BaseException) -> StorageError | None:
+        del error
+        if isinstance(self.meaning, StorageError):
+            return self.meaning
+        raise self.meaning
+
+
+def _failure_of(backend: Backend) -> StorageError:
+    once = RetryPolicy(attempt_count=1)
+    with pytest.raises(StorageError) as caught:
+        Store(backend, url="mine://a/b", policy=once).stat("x/y")
+    return caught.value
+
+
+def test_what_a_backend_explains_says_what_failed_on_which_object() -> None:
+    """Call, object and next step are in the message; kind and retries are the backend's."""
+    backend = _ExplainingBackend(Location.of(f"memory://{uuid.uuid4().hex}"), Settings())
+    backend.meaning = StorageError(
+        "the table is locked.", kind="throttled", retryable=True, next_step="Wait."
+    )
+    error = _failure_of(backend)
+    assert str(error) == "The stat of mine://a/b/x/y failed: the table is locked. Wait."
+    assert (error.kind, error.retryable, error.path) == ("throttled", True, "mine://a/b/x/y")
+
+
+def test_an_explanation_that_fails_hides_no_error() -> None:
+    """The client's error is reported as without `explain`, with a note of the second one."""
+    backend = _ExplainingBackend(Location.of(f"memory://{uuid.uuid4().hex}"), Settings())
+    backend.meaning = ZeroDivisionError("no such code")
+    error = _failure_of(backend)
+    assert "The stat of mine://a/b/x/y failed: RuntimeError" in str(error)
+    assert "error 1205 at x/y" in str(error)
+    assert "ZeroDivisionError" in str(error)

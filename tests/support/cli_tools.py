@@ -57,6 +57,7 @@ def answer(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
 
 FREE = {
     *("ls checkpoints.metrics.", "show metrics.", "cat values.", "cp failed_exports."),
+    *("ls checkpoints.stats.phase_s.", "show stats.phase_s.", "consolidate stats.phase_s."),
     *("consolidate ties.", "prune skipped.", "prune failed."),
 }
 """Objects whose keys are names: of metrics, of values."""

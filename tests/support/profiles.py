@@ -16,6 +16,7 @@ from ckpt_storage.errors import (
     CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
+    StorageError,
 )
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backends.s3 import S3Backend
@@ -68,11 +69,18 @@ class Service:
         return ckpt_storage.save(state_of(number), url, **one_by_one, **self.options, **more)
 
     def loaded(self, url: str) -> int | None:
-        """Return which save is loaded, None if there is no checkpoint."""
+        """Return which save is loaded, None if there is no checkpoint.
+
+        Without the right to list, what is not there is forbidden, and the error names that right.
+        """
         state = state_of(-1)
         try:
             ckpt_storage.load(state, url, **self.options)
         except (CheckpointGoneError, CheckpointInProgressError, CheckpointNotFoundError):
+            return None
+        except StorageError as error:
+            if self.server.profile != "aws-no-list" or "s3:ListBucket" not in message_of(error):
+                raise
             return None
         assert torch.equal(state["weight"], state_of(state["step"])["weight"])
         return int(state["step"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import base64
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,8 @@ class S3Client(RawClient):
         self._bucket, _, prefix = root.url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/"
         self._client = s3_client(root)
+        # The customer's key of the bucket's objects, if they are encrypted with one.
+        self._key: dict[str, Any] = root.storage_options.get("s3_additional_kwargs", {})
 
     def files(self) -> dict[str, bytes]:
         pages = self._client.get_paginator("list_objects_v2")
@@ -76,11 +80,20 @@ class S3Client(RawClient):
         return {key.removeprefix(self._prefix): self._get(key) for key in keys}
 
     def _get(self, key: str) -> bytes:
-        body: bytes = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+        answer = self._client.get_object(Bucket=self._bucket, Key=key, **self._key)
+        body: bytes = answer["Body"].read()
         return body
 
     def write(self, path: str, data: bytes) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=self._prefix + path, Body=data)
+        # A bucket with Object Lock wants a checksum with each write.
+        digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        self._client.put_object(
+            Bucket=self._bucket,
+            Key=self._prefix + path,
+            Body=data,
+            ContentMD5=digest,
+            **self._key,
+        )
 
 
 class GcsClient(RawClient):

@@ -39,8 +39,10 @@ def behind(url: str, layer: Layer) -> Iterator[str]:
             for name, text in headers.items():
                 if name.lower() not in _OWN | {"content-length"}:
                     self.send_header(name, text)
+            # The answer to a HEAD tells the length of the body that it does not have.
+            lengths = {name.lower(): text for name, text in headers.items()}
             is_head = self.command == "HEAD"
-            length = headers.get("Content-Length", "0") if is_head else str(len(content))
+            length = lengths.get("content-length", "0") if is_head else str(len(content))
             self.send_header("Content-Length", length)
             self.end_headers()
             self.wfile.write(content)
@@ -78,9 +80,10 @@ def gcs_retention() -> Layer:
         if method == "DELETE" and "/o/" in target:
             return refusal
         name = re.search(rb'"name": "([^"]*)"', body) if method == "POST" else None
-        if name is None or "ifGenerationMatch=0" in target:
+        if name is None:
             return body
-        if name[1] in names:
+        # Of what is there, an upload under this condition is refused with 412 all the same.
+        if name[1] in names and "ifGenerationMatch=0" not in target:
             return refusal
         names.add(name[1])
         return body
@@ -103,9 +106,10 @@ def azure_immutability() -> Layer:
         path, _, query = target.partition("?")
         if method == "DELETE":
             return refusal
-        if method != "PUT" or "comp=block" in query.split("&") or headers.get("If-None-Match"):
+        if method != "PUT" or "comp=block" in query.split("&"):
             return body
-        if path in names:
+        # Of what is there, a write under this condition is refused with 409 all the same.
+        if path in names and not headers.get("If-None-Match"):
             return refusal
         names.add(path)
         return body

@@ -21,12 +21,12 @@ CheckpointGoneError CheckpointInProgressError CheckpointInfo CheckpointManager
 CheckpointNotFoundError CheckpointStorageReader CheckpointStorageWriter CommitConflictError
 CommitUnknownError ConsolidateOptions ConsolidationError ConsolidationReport ConvertReport
 CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest KeepEvery
-KeepLatest KeepNewerThan LazyTensor NotPublishedError PerRank PhaseTimeoutError ProgressEvent
-PruneReport RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy
+KeepLatest KeepNewerThan LazyTensor NotPublishedError OperationStats PerRank PhaseTimeoutError
+ProgressEvent PruneReport RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy
 SaveCancelledError SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts
 UnsafeContentError UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete
-diagnose diff list_checkpoints load open_checkpoint prune publish register_backend save save_async
-verify
+diagnose diff follow list_checkpoints load open_checkpoint prune publish register_backend save
+save_async verify
 """
 PUBLIC = NAMES.split()
 

@@ -33,8 +33,10 @@ from ckpt_storage.errors import (
     RankFailedError,
     SaveCancelledError,
 )
+from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import Phase, Timeouts
 
+STATS = OperationStats(seconds=1.0)
 SILENCE_S = 1.0
 END_S = 10.0
 
@@ -202,12 +204,12 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     session: Any = types.SimpleNamespace(outcome=lambda _: None, url="/x")
     worker = Scripted(lambda pipe: pipe.send(phase), last_message)
     with pytest.raises(kind, match="sign of life" if last_message else "SIGKILL"):
-        save_on(worker, operation, session=session).commit([])
+        save_on(worker, operation, session=session).commit([], STATS)
     assert worker.was_closed
     session.outcome = lambda _: "what was committed"
     if phase == "commit":
         worker = Scripted(lambda pipe: pipe.send(phase))
-        committed: object = save_on(worker, operation, session=session).commit([])
+        committed: object = save_on(worker, operation, session=session).commit([], STATS)
         assert committed == "what was committed"
 
 
@@ -225,7 +227,7 @@ def test_an_unexpected_error_of_a_worker_in_the_commit_leaves_it_in_doubt(
 
     worker = Scripted(act, "commit" if kind else "")
     with pytest.raises(kind or CheckpointError, match="ZeroDivisionError"):
-        save_on(worker, operation, session=session).commit([])
+        save_on(worker, operation, session=session).commit([], STATS)
     assert worker.was_closed == (kind is not None)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from ckpt_storage.store.backend import Backend, Buffers, Part, Settings
 from ckpt_storage.store.location import Location
 
+from . import clouds
 from .clients import ForeignFs
-from .clouds import CLOUD, Body, CloudBackend, Page, Terms, Told, span_of, waits
 
 log = logging.getLogger("ckpt_storage")
 
@@ -26,14 +26,14 @@ _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
 
 
-class AzureBackend(CloudBackend):
+class AzureBackend(clouds.CloudBackend):
     """A prefix in a container; versions are ETags.
 
     A token is what the names of an upload's blocks begin with; those not listed end after a week.
     """
 
     capabilities = replace(
-        CLOUD,
+        clouds.CLOUD,
         kind="azure",
         parallel_parts=True,
         # 50,000 blocks, less a margin that costs nothing.
@@ -46,14 +46,14 @@ class AzureBackend(CloudBackend):
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
-        connect_s, read_s = waits(self._timeout_s)
+        connect_s, read_s = clouds.waits(self._timeout_s)
         timeouts = {"connection_timeout": connect_s, "read_timeout": read_s}
         self._settings: dict[str, Any] = {"retry_total": 0, **timeouts}
 
     tail = Backend.tail
     """Blob Storage has no ranges that count from the end."""
 
-    async def _head(self, fs: ForeignFs, path: str) -> Told:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
         found = await self._ask(fs, "get_blob_properties", path)
         if _is_folder(found):
             raise FileNotFoundError(path)
@@ -63,16 +63,16 @@ class AzureBackend(CloudBackend):
     @contextlib.asynccontextmanager
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
-    ) -> AsyncIterator[Body]:
+    ) -> AsyncIterator[clouds.Body]:
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         asked = {} if start is None else {"offset": start, "length": length}
         stream = await self._ask(fs, "download_blob", path, **asked)
-        first, told = span_of(stream.properties.content_range, stream.size)
+        first, told = clouds.span_of(stream.properties.content_range, stream.size)
         version = stream.properties.etag
-        yield Body(pieces=stream.chunks(), first=first, total_bytes=told, version=version)
+        yield clouds.Body(pieces=stream.chunks(), first=first, total_bytes=told, version=version)
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
     ) -> None:
         """Put Blob, in one request up to the SDK's limit of 64 MiB."""
         body = b"".join(data)
@@ -91,11 +91,11 @@ class AzureBackend(CloudBackend):
             log.warning("Names such as %r are not deleted", unsafe)
         super().delete(safe)
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
         # A slash was put behind what stands for a folder; some bear one of their own.
         await self._ask(fs, "delete_blob", path.removesuffix("/"), **terms)
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         container = fs.service_client.get_container_client(self._place[0])
         wanted = {"name_starts_with": below, "include": ["metadata"], **self._settings}
         ask = container.list_blobs if recursive else container.walk_blobs
@@ -113,7 +113,7 @@ class AzureBackend(CloudBackend):
             break
         return found, pages.continuation_token
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
         from azure.core import MatchConditions  # noqa: PLC0415  # comes with adlfs
 
         if if_absent:

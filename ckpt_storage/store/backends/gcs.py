@@ -19,30 +19,11 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import (
-    ForeignAnswer,
-    HttpFailure,
-    damaged,
-    stuck,
-    unless_absent,
-)
+from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, damaged, stuck, unless_absent
 
+from . import clouds
 from .clients import ForeignFs
-from .clouds import (
-    CLOUD,
-    Body,
-    CloudBackend,
-    Page,
-    Terms,
-    Told,
-    crc32c_of_all,
-    encoded,
-    range_header,
-    span_of,
-    waits,
-)
 
-_WRITE_ID = "ckpt-write-id"
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
@@ -53,11 +34,11 @@ _FIRST_FAILURE = 400
 _CANCELLED = 499
 
 
-class GcsBackend(CloudBackend):
+class GcsBackend(clouds.CloudBackend):
     """A prefix in a bucket; versions are generations, tokens addresses of resumable sessions."""
 
     capabilities = replace(
-        CLOUD, kind="gcs", part_multiple_bytes=256 * KIB, last_part_publishes=True
+        clouds.CLOUD, kind="gcs", part_multiple_bytes=256 * KIB, last_part_publishes=True
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
@@ -66,32 +47,32 @@ class GcsBackend(CloudBackend):
         # may hold more than was told is not among them, and is asked.
         self._sessions: dict[str, tuple[int, str | None]] = {}
 
-    async def _head(self, fs: ForeignFs, path: str) -> Told:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
         found = await self._document(fs, "GET", self._address(path))
-        write_id = found.get("metadata", {}).get(_WRITE_ID, "")
+        write_id = found.get("metadata", {}).get(clouds.WRITE_ID, "")
         at_s, version = _seconds(found.get("updated")), str(found["generation"])
         return int(found["size"]), at_s, version, write_id
 
     @contextlib.asynccontextmanager
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
-    ) -> AsyncIterator[Body]:
-        headers = {} if start is None else {"Range": range_header(start, length)}
+    ) -> AsyncIterator[clouds.Body]:
+        headers = {} if start is None else {"Range": clouds.range_header(start, length)}
         address = f"/download{self._address(path)}"
         async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
             version = answer.headers.get("X-Goog-Generation")
             if version is None and (start is None or start < 0):
                 raise ForeignAnswer("X-Goog-Generation")
-            first, told = span_of(answer.headers.get("Content-Range"), answer.content_length)
+            first, told = clouds.span_of(answer.headers.get("Content-Range"), answer.content_length)
             pieces = answer.content.iter_any()
-            yield Body(pieces=pieces, first=first, total_bytes=told, version=version)
+            yield clouds.Body(pieces=pieces, first=first, total_bytes=told, version=version)
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
         # It refuses a body that has another.
-        checksum = {"crc32c": encoded(crc32c_of_all(data))}
+        checksum = {"crc32c": clouds.checksum_of(data)}
         described = json.dumps({"name": self._name(path), **checksum, **_metadata(write_id)})
         head = (
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
@@ -102,14 +83,14 @@ class GcsBackend(CloudBackend):
         query, at = {"uploadType": "multipart", **terms}, f"/upload{self._objects}"
         await self._document(fs, "POST", at, query=query, headers=headers, data=body)
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
         await self._remove(fs, self._address(path), query=terms)
 
     async def _remove(self, fs: ForeignFs, /, address: str, **more: Any) -> None:
         async with self._ask(fs, "DELETE", address, **more):
             pass
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         query = {
             "prefix": below,
             "maxResults": str(_PAGE_COUNT),
@@ -125,7 +106,7 @@ class GcsBackend(CloudBackend):
         found += map(self._listed, page.get("prefixes", ()))
         return found, page.get("nextPageToken")
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
@@ -169,7 +150,7 @@ class GcsBackend(CloudBackend):
     ) -> None:
         """Ask the session whether it is over, unless the answer to its last part told it."""
         sizes = [part.size_bytes for part in parts]
-        sent = encoded(combine_many([int(part.receipt) for part in parts], sizes))
+        sent = clouds.encoded(combine_many([int(part.receipt) for part in parts], sizes))
         kept, whole = self._sessions.pop(token, (0, None))
         if whole is None:
             kept, whole = self._send(token, sum(sizes))
@@ -265,7 +246,7 @@ class GcsBackend(CloudBackend):
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
-        connect_s, read_s = waits(self._timeout_s)
+        connect_s, read_s = clouds.waits(self._timeout_s)
         async with fs.session.request(
             method,
             yarl.URL(url, encoded=True),
@@ -294,7 +275,7 @@ def _checked(body: bytes, kind: str = "object") -> Mapping[str, Any]:
 
 
 def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
-    return {"metadata": {} if write_id is None else {_WRITE_ID: write_id}}
+    return {"metadata": {} if write_id is None else {clouds.WRITE_ID: write_id}}
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:

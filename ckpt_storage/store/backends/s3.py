@@ -15,40 +15,12 @@ from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import MIB
-from ckpt_storage.store.backend import (
-    Buffers,
-    CopySource,
-    ObjectInfo,
-    OpenUpload,
-    Part,
-    PartCopy,
-    Settings,
-)
+from ckpt_storage.store.backend import Buffers, CopySource, OpenUpload, Part, PartCopy, Settings
 from ckpt_storage.store.location import Location, address_of
-from ckpt_storage.store.problems import (
-    ForeignAnswer,
-    check_source,
-    meaning_of,
-    unless_absent,
-)
+from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
 
+from . import clouds
 from .clients import ForeignFs
-from .clouds import (
-    CLOUD,
-    Body,
-    CloudBackend,
-    Page,
-    Terms,
-    Told,
-    crc32c_of_all,
-    encoded,
-    range_header,
-    span_of,
-    waits,
-)
-
-_WRITE_ID = "ckpt-write-id"
-"""Metadata that tells one attempt to write a key from another."""
 
 _CHECKSUMS = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "COMPOSITE"}
 _POOL_CONNECTIONS = 64
@@ -91,7 +63,7 @@ _DIALECTS: dict[str, _Dialect] = {}
 """By endpoint; for all clients of this process."""
 
 
-class S3Backend(CloudBackend):
+class S3Backend(clouds.CloudBackend):
     """One root in one bucket.
 
     A CRC-32C goes with every object and part, unless the server refuses such headers. The token of
@@ -100,7 +72,7 @@ class S3Backend(CloudBackend):
     """
 
     capabilities = replace(
-        CLOUD,
+        clouds.CLOUD,
         kind="s3",
         parallel_parts=True,
         min_part_bytes=5 * MIB,
@@ -128,28 +100,29 @@ class S3Backend(CloudBackend):
         bucket, prefix, _ = self._take().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
-    def stat(self, path: str) -> ObjectInfo:
+    async def _head(self, fs: ForeignFs, path: str) -> clouds.Told:
+        answer = await self._head_object(fs, self._name(path))
+        write_id = answer.get("Metadata", {}).get(clouds.WRITE_ID)
+        return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
+
+    async def _head_object(self, fs: ForeignFs, key: str) -> Mapping[str, Any]:
         """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
         try:
-            return super().stat(path)
+            return await self._ask(fs, "head_object", Key=key)
         except Exception as error:
             if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
-                self.read(path, [(0, memoryview(bytearray(1)))])
+                answer = await self._ask(fs, "get_object", Key=key, Range=clouds.range_header(0, 1))
+                answer["Body"].close()
             raise
-
-    async def _head(self, fs: ForeignFs, path: str) -> Told:
-        answer = await self._ask(fs, "head_object", Key=self._name(path))
-        write_id = answer.get("Metadata", {}).get(_WRITE_ID)
-        return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
 
     @contextlib.asynccontextmanager
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
-    ) -> AsyncIterator[Body]:
-        asked = {} if start is None else {"Range": range_header(start, length)}
+    ) -> AsyncIterator[clouds.Body]:
+        asked = {} if start is None else {"Range": clouds.range_header(start, length)}
         answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
         # Not by the status: some servers answer a range with 200.
-        first, told = span_of(answer.get("ContentRange"), answer["ContentLength"])
+        first, told = clouds.span_of(answer.get("ContentRange"), answer["ContentLength"])
         async with answer["Body"] as body:
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
@@ -157,13 +130,13 @@ class S3Backend(CloudBackend):
                 connection.transport.max_size = _PIECE_BYTES
             # As it came: asking for a length joins what came.
             pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
-            yield Body(pieces=pieces, first=first, total_bytes=told, version=version)
+            yield clouds.Body(pieces=pieces, first=first, total_bytes=told, version=version)
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: clouds.Terms
     ) -> None:
         named: dict[str, Any] = {"Key": self._name(path)}
-        named |= {"Metadata": {_WRITE_ID: write_id}} if write_id else {}
+        named |= {"Metadata": {clouds.WRITE_ID: write_id}} if write_id else {}
         dialect, spelt = self._dialect, self._spelt(terms)
         try:
             await self._ask_checked(fs, "put_object", data, **named, **spelt)
@@ -182,13 +155,13 @@ class S3Backend(CloudBackend):
             if "IfMatch" in terms and dialect.has_bare_etags is None:
                 dialect.has_bare_etags = False
 
-    def _spelt(self, terms: Terms) -> Terms:
+    def _spelt(self, terms: clouds.Terms) -> clouds.Terms:
         """Return conditions with ETags as this server compares them."""
         if "IfMatch" in terms and self._dialect.has_bare_etags:
             return {**terms, "IfMatch": _bare(terms["IfMatch"])}
         return terms
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> None:
+    async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Terms) -> None:
         try:
             await self._ask(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
         except Exception as error:
@@ -198,7 +171,7 @@ class S3Backend(CloudBackend):
             what = f"{path}: this server deletes without conditions only."
             raise UnsupportedByStoreError(what, kind="unsupported") from error
 
-    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         asked = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
         asked |= {"ContinuationToken": more} if more else {}
         answer = await self._ask(fs, "list_objects_v2", **asked)
@@ -209,7 +182,7 @@ class S3Backend(CloudBackend):
         found += [self._listed(one["Prefix"]) for one in answer.get("CommonPrefixes", ())]
         return found, answer["IsTruncated"] and answer.get("NextContinuationToken")
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> clouds.Terms:
         if if_absent:
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
@@ -219,7 +192,7 @@ class S3Backend(CloudBackend):
 
         Not one of the whole object, which Cloudflare R2 does not know.
         """
-        metadata, name = {_WRITE_ID: write_id}, self._name(path)
+        metadata, name = {clouds.WRITE_ID: write_id}, self._name(path)
         method = "create_multipart_upload"
         answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
         return str(answer["UploadId"])
@@ -239,7 +212,7 @@ class S3Backend(CloudBackend):
         address = copy.source.address
         source = self._sources.get((token, address))
         if source is None:
-            told = self._send("head_object", Key=address)
+            told = self._run(self._head_object, address)
             if len(self._sources) >= _SOURCE_COUNT:
                 self._sources.clear()
             known = str(told["ETag"]), int(told["ContentLength"])
@@ -249,10 +222,10 @@ class S3Backend(CloudBackend):
         asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
         asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
         asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **asked)["CopyPartResult"]
+        answer = self._send("upload_part_copy", **asked).get("CopyPartResult", {})
         if "ETag" not in answer:
-            # Without it the upload cannot be completed.
-            what = f"The server's answer to the copy of a part of {path} has no ETag."
+            # The server passed over the header with the source, and holds an empty part.
+            what = f"The server's answer to the copy of a part of {path} has no ETag of a copy."
             raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
@@ -279,7 +252,13 @@ class S3Backend(CloudBackend):
         # Directory buckets know only prefixes that end in a slash.
         asked = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
-            page = self._send("list_multipart_uploads", **asked)
+            try:
+                page = self._send("list_multipart_uploads", **asked)
+            except Exception as error:
+                # As some servers answer where no upload is open.
+                if _code_of(error) != "NoSuchUpload":
+                    raise
+                return
             for item in page.get("Uploads", ()):
                 yield OpenUpload(path=self._path(item["Key"]), token=item["UploadId"])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
@@ -304,9 +283,7 @@ class S3Backend(CloudBackend):
         """
         body = {} if data is None else {"Body": _ViewsBody(data)}
         if self._dialect.takes_checksums:
-            checksum = (
-                _CHECKSUMS if data is None else {"ChecksumCRC32C": encoded(crc32c_of_all(data))}
-            )
+            checksum = _CHECKSUMS if data is None else {"ChecksumCRC32C": clouds.checksum_of(data)}
             try:
                 return await self._ask(fs, method, **body, **arguments, **checksum)
             except Exception as error:
@@ -383,7 +360,7 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
     What the user set stays. Checksums only where S3 requires them, as other servers refuse the
     headers. Bodies are signed where somebody could change them.
     """
-    options, (connect_s, read_s) = location.storage_options, waits(request_timeout_s)
+    options, (connect_s, read_s) = location.storage_options, clouds.waits(request_timeout_s)
     ours = {
         "connect_timeout": connect_s,
         "max_pool_connections": _POOL_CONNECTIONS,

@@ -1,0 +1,116 @@
+"""Which shard file of a rank an item goes to: files are split by groups of names.
+
+A group has files of its own, so that it can be copied, or left out, without reading a byte of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.options import MIB
+
+from .items import tensor_bytes
+from .shardfile import Item
+
+_GROUP_MIN_BYTES = MIB
+"""Bytes of a group, a rank on average, from which a file of its own is worth its requests."""
+
+
+def check_groups(groups: object) -> None:
+    """Raise `InvalidInputError` unless an argument is a list of different patterns."""
+    patterns = list(groups) if isinstance(groups, list | tuple) else [""]
+    is_text = all(isinstance(pattern, str) for pattern in patterns)
+    if not is_text or len(set(patterns)) != len(patterns) or "" in patterns:
+        raise InvalidInputError(
+            f"groups is {groups!r:.200}.",
+            next_step='Give a list of different patterns of names, such as ["optim*"], or [].',
+        )
+
+
+def group_of(fqn: str, groups: Sequence[str]) -> str:
+    """Return the first pattern that matches a name, "" if none does."""
+    return next((pattern for pattern in groups if fnmatchcase(fqn, pattern)), "")
+
+
+def choose_groups(
+    sizes: Iterable[tuple[str, int]], groups: Sequence[str], *, world_size: int
+) -> tuple[str, ...]:
+    """Return the groups that get files of their own, on all ranks; () for one file a rank.
+
+    `sizes` are the names and bytes of the global plan. Two groups or more must have 1 MiB a rank on
+    average; what no pattern matches counts as one. Smaller groups go with that.
+    """
+    if not groups:
+        return ()
+    bytes_of = Counter[str]()
+    known: dict[str, str] = {}
+    for fqn, size_bytes in sizes:
+        group = known.get(fqn)
+        if group is None:
+            group = known[fqn] = group_of(fqn, groups)
+        bytes_of[group] += size_bytes
+    large = [one for one in ("", *groups) if bytes_of[one] >= world_size * _GROUP_MIN_BYTES]
+    return tuple(filter(None, large)) if len(large) > 1 else ()
+
+
+def sizes_in_plans(plans: Iterable[SavePlan]) -> Iterator[tuple[str, int]]:
+    """Yield the name and the bytes of each tensor item of plans."""
+    for plan in plans:
+        for item in plan.items:
+            yield item.index.fqn, tensor_bytes(item)
+
+
+def sizes_in_metadata(metadata: Metadata) -> Iterator[tuple[str, int]]:
+    """Yield the name and the bytes of each tensor of a global plan."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            yield fqn, entry.size.numel() * entry.properties.dtype.itemsize
+
+
+def split_plan(plan: SavePlan, groups: Sequence[str]) -> dict[str, SavePlan]:
+    """Return the plan of each group that has items on this rank, that of "" first."""
+    if not groups:
+        return {"": plan} if plan.items else {}
+    items_of: dict[str, list[WriteItem]] = {group: [] for group in ("", *groups)}
+    for item in plan.items:
+        items_of[group_of(item.index.fqn, groups)].append(item)
+    return {group: replace(plan, items=items) for group, items in items_of.items() if items}
+
+
+class SharedItems:
+    """Items that several threads resolve: one at a time, and none once a thread has failed.
+
+    A planner need not be safe in threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Make every thread raise at its next item or part."""
+        self._is_stopped = True
+
+    def check(self) -> None:
+        """Raise `CheckpointError` once `stop` was called."""
+        if self._is_stopped:
+            raise CheckpointError("Another shard file of this rank failed.", phase="write")
+
+    def of(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items, each resolved while no other thread resolves one."""
+        iterator = iter(items)
+        while True:
+            with self._lock:
+                self.check()
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
