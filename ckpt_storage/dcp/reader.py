@@ -101,7 +101,7 @@ class CheckpointStorageReader(StorageReader):
         arguments = locals()
         super().__init__()
         self._path = path
-        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.to_read(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -130,7 +130,7 @@ class CheckpointStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this reader could read from."""
-        return is_location(checkpoint_id)
+        return is_location(checkpoint_id, Location.to_read)
 
     @property
     def checkpoint_id(self) -> str:

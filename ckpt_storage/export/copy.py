@@ -186,7 +186,7 @@ def copy(  # the public surface, all keyword-only
     what = f"the copy of {redacted_url(src)}"
 
     def job() -> ExportSpec:
-        source = Location.of(src, storage_options)
+        source = Location.to_read(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) or is_within(target, source):
             told = f"One of {source.url} and {target.url} lies inside the other, or is it."

@@ -44,7 +44,7 @@ def list_checkpoints(
 
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
-    location, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
+    location, timeouts = Location.to_read(root_url, storage_options), Timeouts.of(timeout)
     root = Root(location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True)
     deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
     names = sorted(root.list_folders(deadline), key=natural)
