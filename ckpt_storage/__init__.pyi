@@ -1,8 +1,8 @@
 # The public names, each imported when it is first used.
 
 from .background.handle import SaveHandle as SaveHandle
-from .background.handle import SaveProgress as SaveProgress
-from .background.handle import SaveState as SaveState
+from .background.save_state import SaveProgress as SaveProgress
+from .background.save_state import SaveState as SaveState
 from .background.saver import AsyncSaver as AsyncSaver
 from .background.saver import save_async as save_async
 from .commit.info import CheckpointInfo as CheckpointInfo

@@ -23,6 +23,7 @@ class Mutant:
 
 
 _ALONE = "tests/api/test_consolidate_alone.py"
+_BOUNDS = "tests/api/test_convert_bounds.py"
 _CASTS = "tests/api/test_casts.py"
 _CLI = "tests/api/test_cli.py"
 _COMMIT = "tests/protocol/test_commit.py"
@@ -401,9 +402,9 @@ _BACKGROUND_MUTANTS = [
         [_HANDLE],
     ),
     Mutant(
-        "background/handle.py",
-        "next(states, SaveState.FAILED) if info is None else SaveState.COMMITTED",
-        "next(states, SaveState.FAILED)",
+        "background/save_state.py",
+        "is not None:\n            return SaveState.COMMITTED",
+        "is None:\n            return SaveState.COMMITTED",
         [_HANDLE],
     ),
     Mutant("background/handle.py", "error = self._cancelled\n", "error = None\n", [_HANDLE]),
@@ -484,8 +485,8 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/worker_save.py",
-        "                quiet_looks = 0\n",
-        "                quiet_looks += 0\n",
+        "                quiet_checks = 0\n",
+        "                quiet_checks += 0\n",
         [_WORKER],
     ),
 ]
@@ -598,7 +599,7 @@ _STORE_MUTANTS = [
         "if len(self._refreshed) == seen_count:",
         "if len(self._refreshed) >= seen_count:",
         [
-            f"{_RETRY}::test_expired_credentials_are_refreshed_once",
+            f"{_RETRY}::test_threads_that_meet_expired_credentials_together_refresh_once",
             f"{_REMOTE}::test_expired_credentials_are_looked_up_again",
         ],
     ),
@@ -620,7 +621,12 @@ _STORE_MUTANTS = [
         'return "other"',
         [f"{_RETRY}::test_a_lost_answer_to_a_conditional_put_is_settled"],
     ),
-    Mutant("store/store.py", "if total_bytes >= stop:", "if total_bytes > stop:", [_REMOTE]),
+    Mutant(
+        "store/store.py",
+        "if total_bytes >= stop:",
+        "if total_bytes > stop:",
+        [f"{_RETRY}::test_a_response_cut_before_the_end_of_the_object_is_read_again"],
+    ),
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/store.py",
@@ -638,7 +644,7 @@ _STORE_MUTANTS = [
         "store/upload.py",
         'if self._state == "aborted" and self._is_owner:',
         'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing"],
+        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
@@ -662,7 +668,7 @@ _STORE_MUTANTS = [
         "store/deadline.py",
         "if is_late and self.remaining_s() < _CUT_S:",
         "if is_late:",
-        [_TRANSFER, _RETRY],
+        [f"{_RETRY}::test_the_timeout_of_a_request_is_not_called_that_of_its_phase"],
     ),
     Mutant(
         "store/deadline.py",
@@ -1085,8 +1091,8 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_looks and self._is_worker_silent(rank):",
-        "> self._allowed_looks:",
+        "> self._allowed_misses and self._is_worker_silent(rank):",
+        "> self._allowed_misses:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
@@ -1219,22 +1225,27 @@ _EXPORT_MUTANTS = [
         [_REPLACED],
     ),
     Mutant(
-        "export/folder.py", "if now is None or now.run_id != run_id:", "if now is None:", [_PRUNE]
+        "export/removal.py",
+        "if now is None or now.run_id != run_id:",
+        "if now is None:",
+        [
+            "tests/faults/test_prune_attack.py::test_an_export_that_begins_while_one_is_removed_stays"
+        ],
     ),
     Mutant(
         "export/folder.py",
         "not (is_resumed or is_remains or self.spec.overwrite):",
         "not (is_resumed or self.spec.overwrite):",
-        [_COPY],
+        ["tests/api/test_convert_failures.py::test_another_conversion_keeps_nothing"],
     ),
     Mutant(
-        "export/torchfile.py", "if size_bytes > info.file_size:", "if size_bytes < 0:", [_CONVERT]
+        "export/torchfile.py", "if size_bytes > info.file_size:", "if size_bytes < 0:", [_BOUNDS]
     ),
     Mutant(
         "export/torchfile.py",
         "or info.file_size != info.compress_size:",
         "or info.file_size < 0:",
-        [_CONVERT],
+        [_BOUNDS],
     ),
     Mutant(
         "export/torchfile.py",
@@ -1252,7 +1263,7 @@ _EXPORT_MUTANTS = [
         "export/torchsave.py",
         "            self.check_unchanged()\n",
         "            _ = self.check_unchanged\n",
-        [_CONVERT, "tests/api/test_convert_failures.py"],
+        [f"{_REPLACED}::test_a_torch_file_of_two_saves_is_not_written"],
     ),
     Mutant(
         "export/select.py",
@@ -1265,7 +1276,7 @@ _EXPORT_MUTANTS = [
         "export/select.py",
         "if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:",
         "if None in crcs:",
-        [_ALONE],
+        [_CONSOLIDATION],
     ),
     Mutant(
         "export/copy.py",
@@ -1296,6 +1307,24 @@ _EXPORT_MUTANTS = [
         'if target.url == source.url or f"{target.url}/".startswith(own):',
         "if target.url == source.url:",
         [f"{_ALONE}::test_what_can_be_no_output_is_refused"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "if self._needs_guard or GUARD_NAME in here:",
+        "if self._needs_guard:",
+        [f"{_OVERTAKEN}::test_the_guard_of_a_removal_does_not_outlive_an_export"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            store.delete(sorted(indexes.intersection(here)))\n",
+        "",
+        ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/layout.py",
+        "if pattern == ADAPTER_PATTERN and len(groups) > 1:",
+        "if len(groups) < 0:",
+        ["tests/api/test_export_files.py"],
     ),
 ]
 

@@ -117,37 +117,37 @@ class Arenas:
         self._free: deque[Arena] = deque()
         self._is_closed = False
 
-    def take(self, need_bytes: int) -> Arena:
-        """Return an arena of at least `need_bytes`, if possible the one that was used last."""
+    def acquire(self, need_bytes: int) -> Arena:
+        """Return an arena of at least `need_bytes`, if possible the last that was used."""
         arena = self._pop()
         if arena is not None:
             if arena.size_bytes >= need_bytes:
                 return arena
-            # Before the larger one is allocated, so that the process never holds both.
+            # Before the larger arena is allocated, so that the process never holds both.
             arena.close()
             del arena
         rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
         return Arena(self._kind, rounded)
 
-    def give_back(self, arena: Arena) -> None:
-        """Keep an arena for the next `take`. No copy or reader uses it, unless it is retired."""
+    def release(self, arena: Arena) -> None:
+        """Keep an arena for the next `acquire`. No copy or reader uses it, unless it is retired."""
         if arena.is_retired:
             arena.close()
             return
         self._free.append(arena)
         # Also if `close` was called between the two lines.
         if self._is_closed:
-            self.release()
+            self.free_unused()
 
-    def release(self) -> None:
+    def free_unused(self) -> None:
         """Free the arenas that no save uses."""
         while (arena := self._pop()) is not None:
             arena.close()
 
     def close(self) -> None:
-        """Free all arenas, those in use when they are given back; idempotent."""
+        """Free all arenas, those in use when they are released; idempotent."""
         self._is_closed = True
-        self.release()
+        self.free_unused()
 
     def _pop(self) -> Arena | None:
         try:

@@ -1,86 +1,24 @@
-"""The handle of a background save: its state, its progress and its outcome."""
+"""The handle of a background save."""
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.errors import (
     CheckpointError,
-    CommitUnknownError,
     InvalidInputError,
     PhaseTimeoutError,
     SaveCancelledError,
 )
 
 from .events import ReentrantEvent
+from .save_state import STATE_OF_PHASE, ProgressSource, SaveProgress, SaveState, state_of_error
 
 log = logging.getLogger("ckpt_storage")
-
-
-class SaveState(enum.Enum):
-    """The state of a save. The last five are final.
-
-    COMMITTED: the checkpoint exists. FAILED, TIMED_OUT, CANCELLED: it does not exist, and this save
-    will not create it. UNKNOWN: the storage did not answer whether it exists.
-    """
-
-    STAGING = "staging"
-    WRITING = "writing"
-    COMMITTING = "committing"
-    CONSOLIDATING = "consolidating"
-    COMMITTED = "committed"
-    FAILED = "failed"
-    TIMED_OUT = "timed-out"
-    CANCELLED = "cancelled"
-    UNKNOWN = "unknown"
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the save has ended."""
-        return self not in _STATE_OF_PHASE.values()
-
-
-_STATE_OF_PHASE = {
-    "stage": SaveState.STAGING,
-    "plan": SaveState.WRITING,
-    "write": SaveState.WRITING,
-    "commit": SaveState.COMMITTING,
-    "consolidate": SaveState.CONSOLIDATING,
-}
-
-_STATE_OF_ERROR = {
-    CommitUnknownError: SaveState.UNKNOWN,
-    SaveCancelledError: SaveState.CANCELLED,
-    PhaseTimeoutError: SaveState.TIMED_OUT,
-}
-
-ProgressSource = Callable[[], tuple[Mapping[int, RankProgress], str | None]]
-"""Returns the progress of each rank that is known, and the save id."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveProgress:
-    """The progress of a save: bytes and files of this rank, and the slowest rank.
-
-    `slowest` is the rank with most bytes left to write, None before its first heartbeat. Rank 0
-    receives the heartbeats of all ranks and relays the slowest; other ranks have it from there.
-    """
-
-    state: SaveState
-    rank: int
-    done_bytes: int = 0
-    total_bytes: int = 0
-    done_files: int = 0
-    save_id: str | None = None
-    slowest: RankProgress | None = None
-    ranks: Mapping[int, RankProgress] = field(default_factory=dict)
 
 
 def check_process(process_id: int, what: str) -> None:
@@ -123,7 +61,7 @@ class SaveHandle:
         with self._lock:
             if self._state is not SaveState.WRITING or own is None:
                 return self._state
-            return _STATE_OF_PHASE[own.phase]
+            return STATE_OF_PHASE[own.phase]
 
     @property
     def save_id(self) -> str | None:
@@ -286,10 +224,7 @@ class SaveStatus(SaveHandle):
 
     def fail(self, error: CheckpointError) -> None:
         """End the save with an error; the save is committed if the error has an `info`."""
-        info: CheckpointInfo | None = getattr(error, "info", None)
-        states = (state for kind, state in _STATE_OF_ERROR.items() if isinstance(error, kind))
-        state = next(states, SaveState.FAILED) if info is None else SaveState.COMMITTED
-        self._end(state, info, error)
+        self._end(state_of_error(error), getattr(error, "info", None), error)
 
     def _end(
         self, state: SaveState, info: CheckpointInfo | None, error: CheckpointError | None

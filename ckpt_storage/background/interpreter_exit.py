@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.threads import halt_threads
 
-from .handle import SaveProgress, SaveStatus
+from .handle import SaveStatus
+from .save_state import SaveProgress
 
 log = logging.getLogger("ckpt_storage")
 

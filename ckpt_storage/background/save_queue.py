@@ -201,4 +201,4 @@ class SaveQueue:
         if is_read or not staging.done():
             staging.arena.close()
         else:
-            self.arenas.give_back(staging.arena)
+            self.arenas.release(staging.arena)

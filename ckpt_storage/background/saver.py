@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
@@ -31,7 +31,7 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.options import Chained, SaveOptions
-from ckpt_storage.store import anchored
+from ckpt_storage.store import anchored, redacted_url
 
 from .handle import SaveHandle, SaveStatus, check_process
 from .interpreter_exit import flush, flush_at_exit
@@ -305,10 +305,10 @@ class AsyncSaver:
     def warm_up(self, state: Mapping[str, Any], *, planner: SavePlanner | None = None) -> None:
         """Allocate the memory of `max_pending` saves of `state` now; optional, saves nothing.
 
-        The first saves then take no longer than later ones. Each rank may call it or not: it talks
-        to no other rank. The cost is that of a first copy without the copying: the kernel clears
-        `max_pending` times the bytes of the state, and the driver page-locks them if tensors are on
-        a CUDA device. The memory stays until `close`. `planner` is as for `save`.
+        The first saves then take no longer than later saves. Each rank may call it or not: it sends
+        nothing to other ranks. The cost is that of a first copy without the copying: the kernel
+        clears `max_pending` times the bytes of the state, and the driver page-locks them if tensors
+        are on a CUDA device. The memory stays until `close`. `planner` is as for `save`.
 
         Raises `InvalidInputError` for a state that cannot be staged, `CheckpointError` if the
         memory cannot be allocated.
@@ -377,7 +377,7 @@ class AsyncSaver:
 
     def _release_idle_arenas(self, _: SaveHandle) -> None:
         if all(save.done() for save in self._saves[:]):
-            self._queue.arenas.release()
+            self._queue.arenas.free_unused()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -472,6 +472,6 @@ def save_async(  # all that `save` takes, and one argument more
                 on_error="warn",
                 name="save_async",
             )
-            # Nobody closes this saver.
+            # No caller closes this saver.
             saver._keeps_arenas = False  # noqa: SLF001  # of this module
     return saver.begin(state, url, options, block_until_staged=block_until_staged)

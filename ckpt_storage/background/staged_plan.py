@@ -1,4 +1,4 @@
-"""What a staged state is: its local plan, and where each item is in an arena; pickles."""
+"""The local plan of a staged state, and the place of each item in an arena; pickles."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StagedPlan:
             plan = live.plan()
             if not plan.usable:
                 # With torch's plan caching this means "as before", but the items are needed.
-                plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default one
+                plan = checked(live.planner.plan)  # type: ignore[attr-defined]  # torch's default planner
             cached = CachedPlan(plan_id="", plan=plan, structure=live.structure)
             if live.structure is not None:
                 _CACHE.append(cached)

@@ -25,7 +25,7 @@ from ckpt_storage.saves.planning import LocalPlan, flat_state
 from ckpt_storage.saves.replicas import values_of
 from ckpt_storage.saves.shardfile import Item
 
-from .arenas import ROUNDING_BYTES, Arenas
+from .arenas import ROUNDING_BYTES, Arena, Arenas
 from .events import ReentrantEvent
 from .staged_plan import ItemPlace, StagedPlan
 
@@ -35,12 +35,12 @@ _SYNCHRONIZE_S = 5.0
 """How long the streams of a failed copy may go on before their arena is retired."""
 
 _LOOK_S = 0.01
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Torch copies elements of some kinds only as integers."""
 
 
@@ -87,7 +87,7 @@ class StagingJob:
             except InvalidInputError as error:
                 error.phase = "stage"
                 raise
-        self.arena = arenas.take(end)
+        self.arena = arenas.acquire(end)
         for start, item in blobs:
             (view,) = item.views(item.payload_bytes)
             end = start + item.payload_bytes
@@ -110,7 +110,7 @@ class StagingJob:
             elif size_bytes:
                 # Views of the same elements of the same memory are copied once.
                 first = known.setdefault(tensor.data_ptr(), len(self._sources))
-                if first < len(self._sources) and _form(self._sources[first]) == _form(tensor):
+                if first < len(self._sources) and _layout(self._sources[first]) == _layout(tensor):
                     start = self._starts[first]
                 else:
                     self._sources.append(tensor)
@@ -121,25 +121,25 @@ class StagingJob:
                 end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return blobs, end
 
-    @property
-    def _cuda_devices(self) -> list[torch.device]:
-        return list(self._streams)
-
     def warm_up(self, arenas: Arenas, count: int) -> None:
         """Allocate, touch and page-lock the memory of `count` saves like this, which is not run.
 
         Raises `CheckpointError` if the memory cannot be allocated.
         """
-        taken = [self.arena]
+        acquired = [self.arena]
         try:
-            taken.extend(arenas.take(self.arena.size_bytes) for _ in range(count - 1))
-            for arena in taken:
+            acquired.extend(arenas.acquire(self.arena.size_bytes) for _ in range(count - 1))
+            for arena in acquired:
                 arena.touch()
-                for device in self._cuda_devices[:1]:
-                    arena.pin(device)
+                self._pin(arena)
         finally:
-            for arena in taken:
-                arenas.give_back(arena)
+            for arena in acquired:
+                arenas.release(arena)
+
+    def _pin(self, arena: Arena) -> None:
+        """Page-lock an arena for copies from CUDA devices; a single device suffices."""
+        for device in list(self._streams)[:1]:
+            arena.pin(device)
 
     def start(self) -> None:
         """Copy in a thread; the tensors must not change before `done`."""
@@ -158,7 +158,7 @@ class StagingJob:
             self._copy()
             self._check()
         except BaseException as error:  # noqa: BLE001  # no save may take this copy for the state
-            self._settle()
+            self._await_streams()
             # Frames hold tensors of the trainer, and the error lives as long as the job.
             for failed in (error, error.__cause__):
                 traceback.clear_frames(failed.__traceback__ if failed else None)
@@ -173,13 +173,13 @@ class StagingJob:
             self._error.__cause__ = error
             return None if isinstance(error, Exception) else error
         finally:
-            # Before anyone goes on: the trainer may want the memory of the sources.
+            # Before a waiting thread continues: the trainer may need the memory of the sources.
             self._sources.clear()
             self.end_s = time.monotonic()
             self._ended.set()
         return None
 
-    def _settle(self) -> None:
+    def _await_streams(self) -> None:
         """Wait until no stream copies to the arena any more; retire it if that is not known."""
         end_s = time.monotonic() + _SYNCHRONIZE_S
         for device, stream in self._streams.items():
@@ -215,8 +215,7 @@ class StagingJob:
         memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for device in self._cuda_devices[:1]:
-            self.arena.pin(device)
+        self._pin(self.arena)
         for tensor, start in zip(self._sources, self._starts, strict=True):
             size_bytes = tensor.nbytes
             if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
@@ -251,9 +250,9 @@ class StagingJob:
             }
         )
         if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise InvalidInputError(
-                f"The state changed while it was copied: {', '.join(names[:_MOST_NAMED])}{more}.",
+                f"The state changed while it was copied: {', '.join(names[:_MAX_NAMED])}{more}.",
                 phase="stage",
                 next_step="Let nothing write to these tensors before the copy has ended: use "
                 "step_guard or handle.wait_staged, or save with block_until_staged=True.",
@@ -277,7 +276,7 @@ def _hash_of(tensor: torch.Tensor) -> bytes:
     return hasher.digest()
 
 
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return how elements are read from the memory that a tensor begins at."""
     return (
         *(tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
@@ -289,8 +288,8 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as elements that torch can copy."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # named in torch's "Extending PyTorch"
         plain = tensor.as_subclass(torch.Tensor)
-        is_lazy = plain.is_conj() or plain.is_neg() or plain.element_size() not in _SAME_SIZE
-        return plain if is_lazy else plain.view(_SAME_SIZE[plain.element_size()])
+        is_lazy = plain.is_conj() or plain.is_neg() or plain.element_size() not in _INTEGER_OF_SIZE
+        return plain if is_lazy else plain.view(_INTEGER_OF_SIZE[plain.element_size()])
 
 
 def _fork_streams(devices: set[torch.device]) -> dict[torch.device, Any]:

@@ -15,7 +15,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy
 from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
 from ckpt_storage.coordination.liveness import WORKER_BEAT_S, Heartbeats, worker_keys
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -23,6 +23,7 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import RankSave
 from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.store import redacted_url
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.threads import abandoned_thread_count
 

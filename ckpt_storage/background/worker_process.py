@@ -24,7 +24,7 @@ from .start import LAUNCHER_SIGNALS, StartRequest
 log = logging.getLogger("ckpt_storage")
 
 LOOK_S = 0.1
-"""How long one look for a message takes."""
+"""How long one check for a message takes."""
 
 START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
@@ -61,9 +61,9 @@ class WorkerProcess:
             rank=rank, log_level=log.getEffectiveLevel(), preparation=preparation
         )
         try:
-            self._pipe, theirs = Pipe()
-            with theirs:
-                self._process = start_process(theirs.fileno(), nice, io_class)
+            self._pipe, worker_end = Pipe()
+            with worker_end:
+                self._process = start_process(worker_end.fileno(), nice, io_class)
             self.name = f"worker process {self._process.pid} of rank {global_rank}"
             self.close = weakref.finalize(self, _end, self._process, self._pipe, os.getpid())
         except OSError as error:
@@ -159,7 +159,7 @@ class WorkerProcess:
 def start_process(
     pipe_fd: int, nice: int | None, io_class: IoClass | None
 ) -> subprocess.Popen[bytes]:
-    """Start a new interpreter that runs `run_worker`, deaf to what launchers send.
+    """Start a new interpreter that runs `run_worker` and ignores the signals of launchers.
 
     Not a fork, which would have the locks and devices of the trainer.
     """

@@ -188,11 +188,11 @@ class WorkerSave:
     def _await_response(self) -> Response:
         """Read the worker's messages until it responds; pass a failure of the operation on.
 
-        Silence is counted in looks, each after reading what has arrived: a trainer that was stopped
-        itself must not take its worker for dead.
+        Silence is counted in checks, each after reading what has arrived: a trainer that was
+        stopped itself must not take its worker for dead.
         """
         worker, operation = self._worker, self._operation
-        quiet_looks, notified_s = 0, math.inf
+        quiet_checks, notified_s = 0, math.inf
         with contextlib.ExitStack() as stack:
             show: Callable[[int], None] | None = None
             while True:
@@ -203,8 +203,8 @@ class WorkerSave:
                     notified_s = time.monotonic()
                 message = worker.receive()
                 if message is None:
-                    quiet_looks += 1
-                    if quiet_looks * LOOK_S > worker.silence_s:
+                    quiet_checks += 1
+                    if quiet_checks * LOOK_S > worker.silence_s:
                         raise WorkerGoneError(
                             f"gave no sign of life for {worker.silence_s:g} s and was ended"
                         )
@@ -212,7 +212,7 @@ class WorkerSave:
                     if time.monotonic() > end_s + _GRACE_S:
                         raise WorkerGoneError("did not give up the save and was ended")
                     continue
-                quiet_looks = 0
+                quiet_checks = 0
                 if isinstance(message, Response):
                     return message
                 if not isinstance(message, RankProgress):

@@ -17,7 +17,8 @@ from ckpt_storage.export.consolidate import consolidate as consolidation
 from ckpt_storage.export.conversion import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
-from ckpt_storage.export.folder import find_exports
+from ckpt_storage.export.removal import find_exports
+from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
@@ -134,6 +135,11 @@ def _renames(
 @url_argument()
 @url_argument("out", required=False)
 @bytes_option("--max-file-bytes", help_text="Size of a weight file.", default="5GB")
+@click.option(
+    "--filename-pattern",
+    type=click.Choice(PATTERNS),
+    help="Names of the weight files; an adapter of PEFT gets PEFT's by itself.",
+)
 @click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
 @patterns_options
 @click.option(

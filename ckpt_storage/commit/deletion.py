@@ -39,7 +39,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
     that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
     or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
     was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
-    saved under the name of a deleted checkpoint. Exports below it: see `export.folder`. Raises
+    saved under the name of a deleted checkpoint. Exports below it: see `export.removal`. Raises
     `InvalidInputError` for an empty id.
     """
     if expected_save_id == "":

@@ -1,4 +1,4 @@
-"""The part of the coordinator in a round: it collects payloads, claims the round and answers."""
+"""The coordinator in a round: it collects payloads, claims the round and answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_S = 1.0
 
 
 class Coordinator:
-    """The rank of one operation that decides."""
+    """The rank of an operation that decides for all ranks."""
 
     def __init__(self, rounds: OperationRounds) -> None:
         self._rounds = rounds

@@ -15,12 +15,12 @@ from ckpt_storage.errors import (
     InvalidInputError,
     PhaseTimeoutError,
     RankFailedError,
-    RankMismatchError,
     StorageError,
     UnsafeContentError,
 )
-from ckpt_storage.store import Location
 from ckpt_storage.store.redaction import without_secrets
+
+from .rank_names import name_ranks
 
 _CAUSE_CHARS = 4000
 """How much of a traceback is sent: its end."""
@@ -35,7 +35,7 @@ _OF_A_RANK = (
     StorageError,
     UnsafeContentError,
 )
-"""Errors of one rank alone; all others concern every rank, whichever rank raises them first."""
+"""Errors of a single rank. All others concern every rank, whichever rank raises them first."""
 
 
 def error_for_peers(
@@ -49,13 +49,13 @@ def error_for_peers(
     That is what the coordinator raised when it decided for all (`is_decision`), what is wrong with
     the checkpoint, and errors that name another rank.
     """
-    # An error of no class of ours came from a planner or a state: that rank failed.
+    # A plain `CheckpointError` wraps what a planner or a state raised: that rank failed.
     is_foreign = type(error) is CheckpointError
     is_general = is_decision or not isinstance(error, _OF_A_RANK)
     names_another = isinstance(error, PhaseTimeoutError) and error.rank not in {None, rank}
     if not is_foreign and (is_general or names_another):
         return error
-    return with_rank(rank, error, what)
+    return _with_rank(rank, error, what)
 
 
 def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
@@ -72,7 +72,7 @@ def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> 
     error.args = (f"In the {error.phase} phase of {what}, {at}: {text}",)
 
 
-def with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
+def _with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
     """Return the error of the other ranks when `rank` failed with `error`."""
     failed = RankFailedError(
         f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
@@ -104,7 +104,7 @@ def ranks_lost_error(
 def picklable_copy(error: BaseException) -> CheckpointError:
     """Return a copy of `error` that every rank and process can unpickle.
 
-    Its class is one of this package, because a class of the user's may not be importable there. The
+    Its class is of this package: another rank may be unable to import a class of the user's. The
     cause does not pickle; if only the cause shows what went wrong, its traceback is a note.
     """
     cause: BaseException | None = error
@@ -142,63 +142,3 @@ def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -
         reason = f"{type(error).__name__}: {error}".rstrip(".: ")
         message = f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {reason}."
         raise CheckpointError(message, rank=rank, next_step="See its cause.") from error
-
-
-def redacted_url(url: object) -> str:
-    """Return a user's `url` for messages, whatever was passed; without credentials."""
-    try:
-        return Location.of(url).url  # type: ignore[arg-type]  # it raises for all else
-    except CheckpointError:
-        return "a place that cannot be used"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for the beginning of a sentence."""
-    return f"Rank{'s' if len(ranks) != 1 else ''} {spell_ranks(ranks) if ranks else '?'}"
-
-
-def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> None:
-    """Raise `RankMismatchError` listing value -> ranks unless all ranks have equal terms."""
-    error = mismatch_error(terms_of, phase=phase)
-    if error is not None:
-        raise error
-
-
-def mismatch_error(
-    terms_of: Mapping[int, Mapping[str, str]], *, phase: str
-) -> RankMismatchError | None:
-    """Return the error that lists value -> ranks of the first term that differs between ranks."""
-    for name in dict.fromkeys(name for terms in terms_of.values() for name in terms):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, terms in terms_of.items():
-            ranks_of.setdefault(terms.get(name, "(nothing)"), []).append(rank)
-        if len(ranks_of) == 1:
-            continue
-        listing = "; ".join(
-            f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
-        )
-        done, next_step = "loaded", "Load again when the save that is running there has ended."
-        if phase == "plan":
-            done, next_step = "written", f"Compute {name} on one rank and broadcast it, then save "
-            next_step += "again."
-        if name == "the step":
-            next_step = "Find out why a rank skipped or repeated a save; the next save that all "
-            next_step += "ranks make for the same step commits."
-        return RankMismatchError(
-            f"Ranks disagree on {name}: {listing}. Nothing was {done}.",
-            values=ranks_of,
-            phase=phase,
-            next_step=next_step,
-        )
-    return None
-
-
-def spell_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, runs folded: 0-3, 7."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

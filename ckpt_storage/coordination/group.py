@@ -1,4 +1,4 @@
-"""The ranks of one group, on one lane of operations."""
+"""The ranks of a group on one lane of operations."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, RankMismatchError
 
-from .failures import mismatch_error
+from .terms import mismatch_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

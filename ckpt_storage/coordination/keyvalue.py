@@ -118,7 +118,7 @@ class StoreClient:
         return cls(store.clone, address)  # type: ignore[attr-defined]
 
     def address(self) -> StoreAddress | None:
-        """Return the address for other processes; None if only this one can reach the store."""
+        """Return the address for other processes; None if only this process can reach the store."""
         return self._address
 
     def connect(self) -> dist.Store:
@@ -132,7 +132,7 @@ class StoreClient:
 
     @property
     def connection(self) -> object:
-        """The connection that carries requests; another one after a call that failed."""
+        """The connection that carries requests; replaced after a call that failed."""
         return self._requests
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class StoreClient:
             try:
                 return self._pool.run(run, timeout_s=limit_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
-                # A connection that broke stays broken; one that hangs blocks all other calls.
+                # A broken connection stays broken; a connection that hangs blocks all other calls.
                 self._requests, failure, self._has_failed = None, error, True
         is_silent = isinstance(failure, StorageError)
         reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
@@ -245,7 +245,7 @@ class KeyValues:
             is_there = self.has_all([last_key], timeout_s)
             if is_there and connection is not None and self.client.connection is connection:
                 return
-        raise LostStoreError(f"{last_key} got lost {_MAX_WRITES} times")
+        raise LostStoreError(f"{last_key} was lost {_MAX_WRITES} times")
 
     def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
         """Write each value under its key, many in one request; each request has `timeout_s`."""

@@ -21,7 +21,7 @@ _MAX_ROUNDS = 64
 """How many rounds of an earlier operation a rank tries to fail."""
 
 _MAX_EARLIER = 16
-"""How many failed numbers the coordinator looks back to find which rank is behind."""
+"""How many failed numbers the coordinator reads to find which rank is behind."""
 
 _DELETE_S = 5.0
 """How long the removal of an old key may take; the rest is removed after a later operation."""
@@ -64,7 +64,7 @@ class Lane:
         self._met_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
-        # Calls that ended before all ranks met in this session: they count in the next one, too.
+        # Calls that ended before all ranks met in this session also count in the next session.
         self._ended: list[Failed] = []
         self._unreported: list[_Unreported] = []
         self._old_keys: dict[tuple[int, str], int] = {}  # sizes by number and key
@@ -142,7 +142,8 @@ class Lane:
             self.keys.set_surely(f"{old}/superseded", session.encode(), timeout_s)
             number, has_verdict = 1, True
             while has_verdict:
-                # A rank of this incarnation may wait under any number up to the first without one.
+                # A rank of this incarnation may wait under any number up to the first that has no
+                # verdict.
                 first_round = self.round(f"{old}/{number}", 1)
                 has_verdict = first_round.read_verdict(timeout_s) is not None
                 first_round.release(Superseded(), timeout_s)
@@ -182,7 +183,7 @@ class Lane:
     def remember(self, release: Release, round_number: int = 0, *, has_number: bool = True) -> None:
         """Keep a release that could not be written, for the next call to write.
 
-        Without `has_number` the call had not taken a number yet: it counts as the next one.
+        Without `has_number` the call had not taken a number yet: it counts as the next number.
         """
         if not self.session:
             return

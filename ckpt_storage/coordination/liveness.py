@@ -222,12 +222,12 @@ class FailureDetector:
 
     The members watch the coordinator; the coordinator watches all members once they have met.
     Processes of the same host are watched through descriptors, so their end is noticed at once. A
-    rank counts as silent after a number of looks without a new heartbeat, each a fresh read. Looks,
-    not seconds: a process that was stopped itself reads what has arrived meanwhile before it
-    judges. The worker process of a rank sends heartbeats, too, so that a trainer that is busy in C
-    code does not count as dead.
+    rank counts as silent after a number of checks without a new heartbeat, each a fresh read.
+    Checks, not seconds: a process that was stopped itself first reads the heartbeats that arrived
+    meanwhile. The worker process of a rank sends heartbeats, too, so that a trainer that is busy in
+    C code does not count as dead.
 
-    `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each look;
+    `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each check;
     `on_error` once this rank cannot watch any more; both in the detector's thread.
 
     Requests: per beat (`beat_s`) each rank sets one key and reads one; the coordinator reads one
@@ -262,8 +262,8 @@ class FailureDetector:
         self._processes.add(processes)
         self._silence_s = silence_s
         self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
-        self._allowed_looks = math.ceil(silence_s / self._beat_s)
-        self._silent_looks: dict[int, int] = {}
+        self._allowed_misses = math.ceil(silence_s / self._beat_s)
+        self._misses: dict[int, int] = {}
         self._values: dict[int, bytes] = {}
         self._worker_values: dict[int, bytes] = {}
         self._has_met = False
@@ -311,7 +311,7 @@ class FailureDetector:
                 self._on_lost([COORDINATOR], "died")
             else:
                 self._on_error(error)
-        except Exception as error:  # no other thread would notice that this one ended
+        except Exception as error:  # no other thread would notice the end of this thread
             log.exception("The failure detector of rank %d failed.", self._heartbeats.rank)
             self._on_error(CheckpointError(f"{type(error).__name__}: {error}"))
         finally:
@@ -331,7 +331,7 @@ class FailureDetector:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self._beat_s
                 self._send()
-                self._look()
+                self._check_heartbeats()
             timeout_s = max(0.0, next_beat_s - time.monotonic())
             ready = wait([self._wake_read, *self._processes.descriptors], timeout_s)
             if self._wake_read in ready:
@@ -350,7 +350,7 @@ class FailureDetector:
         key = self._key_of(self._rank)
         self._keys.set(key, self._heartbeats.pack(), self._silence_s)
 
-    def _look(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Read the heartbeats of the watched ranks; report those that are silent for too long."""
         watched = range(1)
         if self._rank == COORDINATOR:
@@ -359,16 +359,16 @@ class FailureDetector:
         beating = self._find_beating(watched)
         silent = []
         for rank in watched:
-            if rank in beating or not (self._has_met or rank in self._silent_looks):
+            if rank in beating or not (self._has_met or rank in self._misses):
                 continue
-            self._silent_looks[rank] = self._silent_looks.get(rank, 0) + 1
-            if self._silent_looks[rank] > self._allowed_looks and self._is_worker_silent(rank):
+            self._misses[rank] = self._misses.get(rank, 0) + 1
+            if self._misses[rank] > self._allowed_misses and self._is_worker_silent(rank):
                 silent.append(rank)
         if silent:
             self._on_lost(silent, f"gave no sign of life for {self._silence_s:g} s")
 
     def _find_beating(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks that have sent a heartbeat of this operation since the last look."""
+        """Return the ranks that have sent a heartbeat of this operation since the last check."""
         rank_of = {self._key_of(rank): rank for rank in ranks}
         # A heartbeat's key is never deleted in a session.
         new = [key for key, rank in rank_of.items() if rank not in self._values]
@@ -379,7 +379,7 @@ class FailureDetector:
             rank = rank_of[key]
             if self._values.get(rank) != value and self._heartbeats.receive(value):
                 beating.add(rank)
-                self._silent_looks[rank] = 0
+                self._misses[rank] = 0
             self._values[rank] = value
         return beating
 
@@ -391,8 +391,8 @@ class FailureDetector:
             return True
         self._worker_values[rank] = value
         # The worker sends a heartbeat at least this often.
-        looks = math.ceil(WORKER_BEAT_S / self._beat_s) + 1
-        self._silent_looks[rank] = max(0, self._allowed_looks - looks)
+        checks = math.ceil(WORKER_BEAT_S / self._beat_s) + 1
+        self._misses[rank] = max(0, self._allowed_misses - checks)
         return False
 
 

@@ -1,4 +1,4 @@
-"""The part of a member in a round: it arrives, and waits for the release."""
+"""A member in a round: it arrives, and waits for the release."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .rounds import (
 
 
 class Member:
-    """A rank of one operation that is not the coordinator.
+    """A rank of an operation that is not the coordinator.
 
     `describe_late` returns what is known of a coordinator that is late.
     """
@@ -85,7 +85,7 @@ class Member:
     def _read_late_release(
         self, cause: CheckpointError | None, *, can_extend: bool
     ) -> Release | None:
-        """Return the release if there is one; else fail the round for `cause`, or as it is late.
+        """Return the release if it exists; else fail the round for `cause`, or because it is late.
 
         Returns None if the coordinator gets more time to decide.
         """
@@ -140,8 +140,8 @@ class Member:
             packed = rounds.current().read_answer(rounds.phases.patience_s)
             if packed is None:
                 raise CheckpointError(
-                    f"{rounds.phases.what}: the answer to rank {rounds.global_rank} is gone.",
-                    next_step="Make sure that all ranks call the same operations in one order.",
+                    f"{rounds.phases.what}: the answer to rank {rounds.global_rank} was deleted.",
+                    next_step="Call the same operations in the same order on all ranks.",
                 )
             rounds.lane.own(rounds.current().answer_key, size_bytes=len(packed))
             answer = pickle.loads(packed)  # noqa: S301  # our own ranks

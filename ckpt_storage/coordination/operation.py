@@ -270,7 +270,7 @@ class Operation:
         if missing:
             names = self.lane.names_of(missing)
             known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not ended it", f": {known}")
+            raise self._phases.late(names, "not reported", f": {known}")
         self._coordinator.claim()
         return [value, *(values[rank] for rank in self._rounds.others)]
 

@@ -130,21 +130,21 @@ class OperationRounds:
         coordinator has claimed. Raises `NumberAbandonedError` if this rank has no number, or it was
         abandoned for another operation; `LostStoreError`.
         """
-        failed, number = self._failed(error), 0
+        failed, round_number = self._failed(error), 0
         with self.changed:
             prefix = self._prefix
             self._own_errors[str(error)] = error
         while prefix:
             with self.changed:
                 # The operation may have entered the next round meanwhile, in its own thread.
-                number = max(number + 1, self.round_number)
-            verdict = self.lane.round(prefix, number).fail(failed, _REPORT_S)
+                round_number = max(round_number + 1, self.round_number)
+            verdict = self.lane.round(prefix, round_number).fail(failed, _REPORT_S)
             with self.changed:
                 if self._prefix != prefix:
                     break
-                is_current = self.round_number == number
+                is_current = self.round_number == round_number
             if verdict != CLAIMED:
-                self.note_failed(verdict, number)
+                self.note_failed(verdict, round_number)
                 return
             if is_current and self.is_commit:
                 return
@@ -164,19 +164,19 @@ class OperationRounds:
             is_decision=self.has_claimed and error.phase in {"plan", "commit"},
         )
 
-    def note_failed(self, failed: Failed, number: int) -> None:
-        """Note the failure that ended round `number`, of this rank or another one.
+    def note_failed(self, failed: Failed, round_number: int) -> None:
+        """Note the failure that ended a round, of this rank or of another rank.
 
         Raises `NumberAbandonedError` if it is that of another operation.
         """
-        abandoned, own_identity = failed.identity if number == 1 else None, self.identity
+        abandoned, own_identity = failed.identity if round_number == 1 else None, self.identity
         if abandoned and own_identity and not abandoned.agrees_with(own_identity):
             raise NumberAbandonedError
         error = self._own_errors.get(str(failed.error), failed.error)
         if failed.rank != self.global_rank:
             error = error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
         with self.changed:
-            if number > 1:
+            if round_number > 1:
                 self.verdict = self.verdict or failed.error
             self._is_failure_known = True
         self._note_failure(error)
@@ -233,12 +233,12 @@ class OperationRounds:
         self._listener.listen(key)
         if not self.wait_for(lambda: key in self._present_keys, self.phases.end_s):
             self.raise_failure()
-            raise self.phases.late([self.lane.names[COORDINATOR]], "not come")
+            raise self.phases.late([self.lane.names[COORDINATOR]], "not arrived")
 
-    def _enter_round(self, number: int) -> None:
+    def _enter_round(self, round_number: int) -> None:
         with self.changed:
-            current = self._round = self.lane.round(self._prefix, number)
-            self.round_number = number
+            current = self._round = self.lane.round(self._prefix, round_number)
+            self.round_number = round_number
             self.has_claimed = self.is_commit = self.has_signal = False
             self.release = None
         assert self._listener is not None  # noqa: S101  # made with the number
@@ -263,7 +263,7 @@ class OperationRounds:
         with self.changed:
             self._present_keys.add(key)
             self.changed.notify_all()
-            current, number = self._round, self.round_number
+            current, round_number = self._round, self.round_number
         if current is None or key not in {current.release_key, current.all_key}:
             return
         release: Release | None = None
@@ -276,8 +276,8 @@ class OperationRounds:
         except LostStoreError as error:
             self.lose(error)
             return
-        if isinstance(release, Failed) and number > 1:
-            self.note_failed(release, number)
+        if isinstance(release, Failed) and round_number > 1:
+            self.note_failed(release, round_number)
         with self.changed:
             if self._round is current:
                 self.release, self.has_signal = release, True

@@ -56,7 +56,7 @@ class Peers:
             store = dist.PrefixStore(prefix, lane.keys.client.connect())
             return dist.ProcessGroupGloo(store, lane.rank, lane.world_size, timeout)
 
-        self._group = self._run(make, deadline, "The ranks' own gloo group was not made")
+        self._group = self._run(make, deadline, "Connecting the ranks over gloo")
 
     def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
         """Send `data` to rank `to`, which receives it under the same `tag`."""
@@ -73,7 +73,7 @@ class Peers:
         if group is None:
             # Another thread's call broke the group; raise the reason for that.
             raise self._broken(deadline, "Reaching the other ranks")
-        # One that times out in gloo itself breaks the group; the margin lets ours be first.
+        # A timeout in gloo itself breaks the group; the margin lets our deadline pass first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
         # The call itself fails, too, once the peer is known to be gone.
         self._run(
@@ -89,7 +89,7 @@ class Peers:
     ) -> RankFailedError:
         """Raise why the operation failed, once that is known; sockets notice first.
 
-        A closed socket does not say which rank died: a rank that lost another closes all its own.
+        A closed socket does not show which rank died: the ranks that lost it close theirs, too.
         """
         if deadline.is_watched:
             deadline.sleep(self._operation.timeouts.silence + _NOTICE_S)

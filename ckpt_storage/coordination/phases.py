@@ -10,7 +10,7 @@ from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline, Watch
 
-from .failures import name_ranks
+from .rank_names import name_ranks
 
 log = logging.getLogger("ckpt_storage")
 

@@ -27,7 +27,7 @@ class Arrival:
 
 
 class Rendezvous:
-    """The coordinator's part in the first round of an operation."""
+    """The first round of an operation on the coordinator."""
 
     def __init__(self, rounds: OperationRounds, coordinator: Coordinator) -> None:
         self._rounds = rounds
@@ -42,7 +42,7 @@ class Rendezvous:
         self._abandon_if_different(arrivals, is_complete=not missing)
         if missing:
             known = lane.find_elsewhere(missing, self._rounds.phases.patience_s)
-            raise self._rounds.phases.late(lane.names_of(missing), "not come", known)
+            raise self._rounds.phases.late(lane.names_of(missing), "not arrived", known)
         self._coordinator.claim()
         if not lane.has_met:
             self._publish_processes(arrivals)

@@ -77,7 +77,7 @@ class UndecidedError(CheckpointError):
 
 
 class NumberAbandonedError(Exception):
-    """The number is of no use to this operation, which may take the next one.
+    """The operation cannot use this number, and may take the next number.
 
     It was abandoned for another operation, or its session is that of an earlier incarnation.
     """

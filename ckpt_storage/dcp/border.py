@@ -1,8 +1,9 @@
-"""The border to DCP: the arguments of its calls, the errors it may get, and messages in plans."""
+"""The border to DCP: the arguments of its calls, the errors it may get, and what plans carry."""
 
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping
@@ -10,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store import Location
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -40,6 +43,15 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return wrapped
+
+
+def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Return whether `checkpoint_id` is a path or URL of a storage."""
+    try:
+        Location.of(checkpoint_id)
+    except CheckpointError:
+        return False
+    return True
 
 
 def rank_of_call(kwargs: Mapping[str, Any]) -> int:
@@ -77,3 +89,42 @@ def received_messages() -> dict[Any, Any]:
 def _receive(key: object, content: Any) -> PiggybackMessage:  # noqa: ANN401  # of any kind
     received_messages()[key] = content
     return PiggybackMessage(key, content)
+
+
+class PackedLoadPlan(LoadPlan):
+    """A load plan that is pickled once, and whose items are unpickled when they are read.
+
+    DCP sends each plan to the coordinator and back. Few planners read the items on the way, so the
+    coordinator unpickles none, and a rank goes on with the items that it sent.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = vars(self)
+        if "packed" not in fields:
+            fields["sent"] = pickle.dumps(self.items)
+        packed = fields.get("packed") or fields["sent"]
+        return _unpack, (packed, self.storage_data, self.planner_data)
+
+    def __getattr__(self, name: str) -> list[ReadItem]:
+        fields = vars(self)
+        if name != "items" or "packed" not in fields:
+            raise AttributeError(name)
+        # A planner may change the list, so from now on the list is what is sent.
+        items: list[ReadItem] = pickle.loads(fields.pop("packed"))  # noqa: S301  # our ranks
+        fields["items"] = items
+        return items
+
+    def unless_changed(self, plan: LoadPlan) -> LoadPlan:
+        """Return the received `plan`, with this plan's items if no other rank unpickled them."""
+        fields = vars(self)
+        if "sent" in fields and vars(plan).get("packed") == fields["sent"]:
+            return LoadPlan(self.items, plan.storage_data, plan.planner_data)
+        return plan
+
+
+def _unpack(packed: bytes, *others: Any) -> PackedLoadPlan:  # noqa: ANN401  # a planner's own
+    plan = PackedLoadPlan([], *others)
+    fields = vars(plan)
+    del fields["items"]
+    fields["packed"] = packed
+    return plan

@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import kind_of
 from ckpt_storage.coordination.peers import Peers
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.loads.session import LoadSession, LoadSettings
 from ckpt_storage.loads.sharing import ShareOrder, joined
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
@@ -33,10 +31,17 @@ from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
+from .border import (
+    PackedLoadPlan,
+    PiggybackMessage,
+    at_dcp_border,
+    is_location,
+    rank_of_call,
+    received_messages,
+)
 
 _ORDER = "shared reads"
-"""Key of the message that tells a rank what it shares."""
+"""Key of the message that carries the shared reads of a rank."""
 
 
 class CheckpointStorageReader(StorageReader):
@@ -51,8 +56,9 @@ class CheckpointStorageReader(StorageReader):
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (as in pandas and Dask).
         rename: names of the checkpoint's values in the target: a mapping from the stored name to
-            the new one, which may leave names out, or a function that gets every stored name and
-            returns the new one. Two values must not get one name. Ranks may have different ones.
+            the new name, which may omit names, or a function that takes each stored name and
+            returns the new name. Two values must not get the same name. Ranks may rename
+            differently.
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
@@ -106,14 +112,15 @@ class CheckpointStorageReader(StorageReader):
         self._checkpoint_id = checkpoint_id
         self._names: Any = None
         self._order: ShareOrder | None = None
+        self._sent: PackedLoadPlan | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.checkpoint_id!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        # Open files belong to a process; the other one opens its own.
-        del state["_session"], state["_names"], state["_order"]
+        # Open files belong to a process; the process that unpickles opens its own.
+        del state["_session"], state["_names"], state["_order"], state["_sent"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,11 +130,7 @@ class CheckpointStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this reader could read from."""
-        try:
-            Location.of(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -181,13 +184,14 @@ class CheckpointStorageReader(StorageReader):
         session = self._session
         self._names = session.stored_names(plan)
         message = PiggybackMessage(session.rank, (session.save_terms(), self._names))
-        return replace(plan, storage_data=message)
+        self._sent = PackedLoadPlan(plan.items, message, plan.planner_data)
+        return self._sent
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Plan the shared reads; coordinator only.
 
-        Raises `RankMismatchError` unless all ranks read one save.
+        Raises `RankMismatchError` unless all ranks read the same save.
         """
         # Not from the plans: a planner need not keep their storage data.
         session = self._session
@@ -214,6 +218,8 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
+        if self._sent is not None:
+            plan, self._sent = self._sent.unless_changed(plan), None
         order = self._order or received_messages().get(_ORDER)
         self._order = None
         if order is None:

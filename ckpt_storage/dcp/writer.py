@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.observe.outcome import Outcome
 from ckpt_storage.observe.report import report as report_outcome
@@ -42,10 +42,15 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import checked, find_mismatch, flat_state
 from ckpt_storage.saves.replicas import ReplicaSample, find_differences, sample_of
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .border import PiggybackMessage, at_dcp_border, rank_of_call, received_messages
+from .border import (
+    PiggybackMessage,
+    at_dcp_border,
+    is_location,
+    rank_of_call,
+    received_messages,
+)
 
 
 class _ThreadState(threading.local):
@@ -149,11 +154,7 @@ class CheckpointStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this writer could save to."""
-        try:
-            Location.of(checkpoint_id)
-        except CheckpointError:
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -171,7 +172,7 @@ class CheckpointStorageWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Return the target for planners; DCP calls it once before each save.
 
-        The path is the constructor's; the id is that of the thread's last save, once it has one.
+        The path is the constructor's; the id is that of the thread's last save, None before it.
         """
         state = self._state
         if state.is_reset_consumed:
@@ -201,7 +202,7 @@ class CheckpointStorageWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise InvalidInputError(
                 "CheckpointStorageWriter cannot save with use_collectives=False: without "
-                "collectives ranks cannot agree on one save.",
+                "collectives ranks cannot agree on a save.",
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
@@ -373,6 +374,6 @@ class CheckpointStorageWriter(StorageWriter):
 
 
 def _rank_result(results: list[WriteResult]) -> _RankResult | None:
-    """Return what our `write_data` returned on one rank, None if another writer did."""
+    """Return the result of our `write_data` on one rank, None for that of another writer."""
     contents = (result.storage_data for result in results)
     return next((data for data in contents if isinstance(data, _RankResult)), None)

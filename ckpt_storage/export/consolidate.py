@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckpt_storage.commit.slotlog import read_slot
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
@@ -23,7 +22,7 @@ from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .extras import named_files, read_extra_files
 from .folder import ExportFolder
@@ -113,6 +112,7 @@ def consolidate(  # the public surface, all keyword-only
     timeout: float | timedelta | Timeouts | None = None,
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
+    filename_pattern: str | None = None,
     dtype: object | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     include: Selection | None = None,
@@ -145,6 +145,7 @@ def consolidate(  # the public surface, all keyword-only
             whole takes.
         max_file_bytes: as for `ConsolidateOptions`, like all up to `memory_limit_bytes`.
         fqn_to_index_mapping: which file each tensor goes into.
+        filename_pattern: names of the weight files, for PEFT and diffusers.
         dtype: what to cast floating-point tensors to.
         rename: names in the weight files.
         include: which tensors go out, instead of the model's.
@@ -179,6 +180,7 @@ def consolidate(  # the public surface, all keyword-only
         options = ConsolidateOptions(
             max_file_bytes=max_file_bytes,
             fqn_to_index_mapping=fqn_to_index_mapping,
+            filename_pattern=filename_pattern,
             dtype=dtype,
             rename=rename,
             include=include,
@@ -190,8 +192,8 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        found = ConsolidateSpec.of(Location.of(url, storage_options), options)
-        return replace(found, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
+        spec = ConsolidateSpec.of(Location.of(url, storage_options), options)
+        return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
     return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
@@ -254,32 +256,32 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         # It may be the head or not any more.
         record = read_slot(self.context.source, slot)
         if record is None or record.type != "commit":
-            told, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
-            raise CheckpointNotFoundError(told, path=url, phase="plan", next_step=step)
-        found = SourceVersion(record=record)
-        self.open(found)
-        return found
+            what, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
+            raise CheckpointNotFoundError(what, path=url, phase="plan", next_step=step)
+        version = SourceVersion(record=record)
+        self.open(version)
+        return version
 
     def content(self) -> object:
         return [self.source.format, self.save_id, self.found.state]
 
     def lay_out(self) -> Files:
         files, self.skipped = lay_out_model(self.source, self.spec.options)
-        self.ties = {one.fqn: one.target for one in self.skipped if one.target is not None}
+        self.ties = {value.fqn: value.target for value in self.skipped if value.target is not None}
         return files
 
     def take(self) -> ResumeState:
         check_ties(self.source, self.ties)
-        entries = [one.fqn for one in self.skipped if one.reason == "file"]
-        given = self.spec.options.extra_files
-        self.extra_files = read_extra_files(self.context, self.source, entries, given)
+        entries = [value.fqn for value in self.skipped if value.reason == "file"]
+        extra_files = self.spec.options.extra_files
+        self.extra_files = read_extra_files(self.context, self.source, entries, extra_files)
         return super().take()
 
     def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
         spec, plan = self.spec, self.plan
         writers: dict[int, list[int]] = {}
-        for rank, one in enumerate(made.results):
-            for at in one.spans:
+        for rank, result in enumerate(made.results):
+            for at in result.spans:
                 writers.setdefault(at, []).append(rank)
         files = [
             ConsolidatedFile(
@@ -303,7 +305,7 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             **made.moved,
             rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
             dropped_prefixes=dropped_prefixes(
-                (one.fqn, one.name) for file in plan.files for one in file.elements
+                (tensor.fqn, tensor.name) for file in plan.files for tensor in file.elements
             ),
             skipped=self.skipped,
             ties=self.ties,

@@ -72,7 +72,7 @@ def onto_itself(url: str) -> errors.InvalidInputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertSpec(ExportSpec):
-    """What is converted; both URLs are those that were given, which may be of files."""
+    """What is converted; both URLs are as the caller wrote them, and may be of files."""
 
     source_file: str
     source_url: str
@@ -152,29 +152,29 @@ class Conversion(Export[ConvertReport]):
         places = self.source.places(value_keys(self.source.tensors, self.source.blobs))
         own = {names.STOCK_METADATA, names.INDEX_NAME, *(place.path for place in places)}
         path = f"{within}/{name}".strip("/")
-        if not path or any(f"{one}/".startswith(f"{path}/") for one in own):
+        if not path or any(f"{name}/".startswith(f"{path}/") for name in own):
             raise onto_itself(self.spec.source_url)
 
     @cached_property
     def chosen(self) -> Selected:
         """The values that go over."""
-        one = self.spec
-        return select(self.source, one.include, one.exclude, to=one.to, drops=one.drops)
+        spec = self.spec
+        return select(self.source, spec.include, spec.exclude, to=spec.to, drops=spec.drops)
 
     def content(self) -> object:
         """Return what stands for the values, and how they are laid out."""
-        one, state = self.spec, self.found.state if self.save_id is None else self.save_id
-        return [_LAYOUT, one.source_url, state, one.to, one.max_file_bytes]
+        spec, state = self.spec, self.found.state if self.save_id is None else self.save_id
+        return [_LAYOUT, spec.source_url, state, spec.to, spec.max_file_bytes]
 
     def stored_blobs(self) -> list[Stored]:
         """Return the objects as they are stored."""
         places = self.source.places([(fqn, None) for fqn in self.chosen.blobs])
-        return [Stored(fqn=one.fqn, size_bytes=one.size_bytes) for one in places]
+        return [Stored(fqn=place.fqn, size_bytes=place.size_bytes) for place in places]
 
     @property
     def tensor_bytes(self) -> int:
         """The bytes of all tensors that go over."""
-        return sum(elements_of(*one).size_bytes for one in self.chosen.tensors.items())
+        return sum(elements_of(*item).size_bytes for item in self.chosen.tensors.items())
 
     def shards_of(self, block_bytes: int | None = None) -> Files:
         """Return DCP's files with all values; objects are in them as `torch.save` has them."""
@@ -183,7 +183,7 @@ class Conversion(Export[ConvertReport]):
             source: Any = self.source
             blobs = {fqn: Fixed(source.pickled(fqn)) for fqn in self.chosen.blobs}
         else:
-            blobs = {one.fqn: one for one in self.stored_blobs()}
+            blobs = {blob.fqn: blob for blob in self.stored_blobs()}
         tensors, most_bytes = self.chosen.tensors, self.spec.max_file_bytes
         files, self.shards = layout.lay_out_shards(tensors, blobs, most_bytes, block_bytes)
         return files

@@ -19,11 +19,10 @@ from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.store import Location, open_store, redacted_url
 from ckpt_storage.store.deadline import Deadline
 
 from . import layout
@@ -97,7 +96,7 @@ def convert(  # the public surface, all keyword-only
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
         process_group: the ranks that share the work, all of which call; default: this process
             alone. A file of "torch_save" its first rank writes.
-        unsafe_pickle: unpickle whatever the source holds: this runs code of whoever wrote it.
+        unsafe_pickle: unpickle whatever the source holds: this runs code of the author of the file.
             Needed only to read or write "torch_save" with values of other than torch's types.
         storage_options: passed to the fsspec file system of `src`.
         destination_storage_options: passed to that of `dst`; default: `storage_options` where

@@ -23,7 +23,6 @@ from ckpt_storage import errors
 from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
@@ -39,7 +38,7 @@ from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
 from ckpt_storage.source.opening import open_source
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.rereading import read_twice
 
@@ -511,9 +510,7 @@ class _CopyOfOurs(_Copy):
 
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
-        spec = self.spec
-        index = slotlog.read_or_none(self.context.source, f"{folder}/{names.INDEX_NAME}")
-        tag = None if index is None else exports.IndexTag.of(index.data)
+        spec, tag = self.spec, self._tag_of(folder)
         if tag is None or not tag.save_id == self.save_id == self.source.save_id:
             return None
         source, target = spec.source.child(folder), spec.target.child(folder)
@@ -523,6 +520,17 @@ class _CopyOfOurs(_Copy):
         inner = replace(spec, source=source, target=target, overwrite=False, progress=None)
         what, make_export = f"the copy of {source.url}", partial(_copying, tag=tag)
         return run_together(None, "copy", what, inner.timeouts, lambda: inner, make_export)
+
+    def _tag_of(self, folder: str) -> exports.IndexTag | None:
+        """Return what an index says; it has no checksum, so it is read twice unless it fits."""
+        store, path = self.context.source, f"{folder}/{names.INDEX_NAME}"
+        for _ in range(2):
+            index = slotlog.read_or_none(store, path)
+            tag = None if index is None else exports.IndexTag.of(index.data)
+            if index is None or (tag is not None and tag.save_id == self.source.save_id):
+                return tag
+            store.drop_caches(path)
+        return tag
 
 
 def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:

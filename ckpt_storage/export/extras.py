@@ -8,8 +8,8 @@ from contextlib import closing
 from functools import partial
 
 from ckpt_storage.errors import InvalidInputError, UnsafeContentError
-from ckpt_storage.format.exports import DOCUMENTS
-from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, checked_path, path_flaw
+from ckpt_storage.format.exports import DOCUMENTS, LIBRARY_INDEXES
+from ckpt_storage.format.names import PROBE_PREFIX, checked_path, path_flaw
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.transfer.ranges import RangeReader
@@ -22,12 +22,12 @@ from .select import FILES_PREFIX
 
 
 def read_extra_files(
-    context: ExportContext, source: Source, fqns: Collection[str], given: ExtraFiles | None
+    context: ExportContext, source: Source, fqns: Collection[str], extra_files: ExtraFiles | None
 ) -> dict[str, bytes]:
-    """Return the content of all files by name; what a caller gives comes before entries.
+    """Return the content of all files by name; a file of the caller replaces an entry.
 
-    Raises `UnsafeContentError` for an entry whose name leads out of the folder, or is one that the
-    export uses itself, and what reading raises.
+    Raises `UnsafeContentError` for an entry whose name leads out of the folder, or is a name of the
+    export itself, and what reading raises.
     """
     files: dict[str, bytes] = {}
     for fqn in sorted(fqns):
@@ -37,20 +37,20 @@ def read_extra_files(
             step = f"Leave it out with exclude=[{fqn!r}]."
             raise UnsafeContentError(what, path=name, next_step=step)
         files[name] = _entry(context, source, fqn)
-    for name, content in named_files(given).items():
+    for name, content in named_files(extra_files).items():
         files[name] = content if isinstance(content, bytes) else _read(context, content)
     return files
 
 
-def named_files(given: ExtraFiles | None) -> dict[str, bytes | str | os.PathLike[str]]:
-    """Return what a caller gives by the name in the export. Raises `InvalidInputError`."""
-    if given is None:
+def named_files(extra_files: ExtraFiles | None) -> dict[str, bytes | str | os.PathLike[str]]:
+    """Return the files of a caller by name in the export. Raises `InvalidInputError`."""
+    if extra_files is None:
         return {}
     files: dict[str, bytes | str | os.PathLike[str]]
-    if isinstance(given, Mapping):
-        files = dict(given)
+    if isinstance(extra_files, Mapping):
+        files = dict(extra_files)
     else:
-        paths = [given] if isinstance(given, str | os.PathLike) else list(given)
+        paths = [extra_files] if isinstance(extra_files, str | os.PathLike) else list(extra_files)
         files = {os.fspath(path).rstrip("/").rpartition("/")[2]: path for path in paths}
     for name in files:
         if flaw := name_flaw(name):
@@ -63,9 +63,9 @@ def name_flaw(name: str) -> str | None:
     """Return why a file beside weights may not have a name, None if it may."""
     if flaw := path_flaw(name):
         return flaw
-    is_own = name == INDEX_NAME or name.lower().endswith(".safetensors")
+    is_own = name in LIBRARY_INDEXES or name.lower().endswith(".safetensors")
     if is_own or name.startswith((f"{DOCUMENTS}/", PROBE_PREFIX)) or name == DOCUMENTS:
-        return "an export names its own files so"
+        return "an export has files of this name"
     return None
 
 

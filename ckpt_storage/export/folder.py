@@ -1,7 +1,7 @@
-"""Output folders: who works there, what of it is sealed, and the write that shows it.
+"""Output folders: the run that holds one, its sealed files, and the write that publishes them.
 
-Who works in a folder says so in `.ckpt-storage/job.json`; the later one counts, and the earlier one
-finds out before it publishes. The invariants are I14, I15 and I17.
+A run becomes the holder of a folder by writing `.ckpt-storage/job.json`. The last run that wrote it
+counts; an earlier run reads it before it publishes, and raises. The invariants are I14, I15, I17.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TypeVar
 
 from ckpt_storage import errors
 from ckpt_storage.commit.attempt_files import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_decoded, read_log, read_or_none, stamp
+from ckpt_storage.commit.slotlog import is_there, read_log, read_or_none, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
@@ -25,8 +24,8 @@ from ckpt_storage.format.exports import (
     GUARD,
     GUARD_NAME,
     HOLDER_PATH,
+    LIBRARY_INDEXES,
     NAMES_PATH,
-    SINGLE_NAME,
     Sealed,
 )
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
@@ -37,14 +36,9 @@ from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
 from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
-from .owners import check_owned
+from .owners import check_owned, holder_of, read_trusted
 
 log = logging.getLogger("ckpt_storage")
-
-T = TypeVar("T")
-
-_NOTHING = "0" * 64
-"""The identity of what a removal makes: no output."""
 
 _SUFFIX_DIGITS = 8
 _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
@@ -67,42 +61,45 @@ class Folder(Export[R]):
         self.context.target.replace(exports.weight_file_path(identity, number), record)
 
     def hold(self, earlier: exports.Holder | None) -> ResumeState:
-        """Become the holder; end what uploads an earlier one left open, but of what it sealed.
+        """Become the holder; abort uploads that an earlier run left open, unless it sealed them.
 
-        Returns what is sealed: of records, those with their file or an upload still open.
+        Returns the sealed files: those of records whose file or open upload is still there.
         """
         store, identity = self.context.target, self.plan.identity
         store.make_folders([DOCUMENTS, exports.records_folder(identity)])
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
-        keys = {(one.file.path, one.file.size_bytes): one for one in self.recorded()}
+        keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
-        if self.resumes_uploads and any(one.token for one in recorded.values()):
+        if self.resumes_uploads and any(seal.token for seal in recorded.values()):
             try:
                 open_uploads = store.open_uploads("")
             except errors.StorageError as error:
                 if error.kind not in {"permission", "unsupported"}:
                     raise
-                # What lacks its name is made again.
+                # Files that lack their names are made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.context.there({at: one.file for at, one in recorded.items()})
-        is_open = {at for at, one in recorded.items() if (one.file.path, one.token) in open_uploads}
+        done = self.context.there({at: seal.file for at, seal in recorded.items()})
+        uploads = {at: (seal.file.path, seal.token) for at, seal in recorded.items()}
+        is_open = {at for at, upload in uploads.items() if upload in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
         self._run_id = names.new_write_id()
         holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
-            kept = {one.file.path for one in sealed.values()}
-            abort_uploads(store, "", lambda path: path not in kept and self.may_end(_file_of(path)))
+            kept = {seal.file.path for seal in sealed.values()}
+            abort_uploads(
+                store, "", lambda path: path not in kept and self.may_end(uploaded_file(path))
+            )
         return ResumeState(done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
-        """Return whether an open upload to a path can only be one that an earlier run left."""
+        """Return whether only an earlier run can have left an upload to a path open."""
         return exports.is_output_file(path)
 
     def check_held(self) -> None:
         """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
-        holder = _holder_of(self.context.target)
+        holder = holder_of(self.context.target)
         if holder is None:
             raise self.overtaken("it was removed")
         if holder.run_id != self._run_id:
@@ -110,44 +107,44 @@ class Folder(Export[R]):
             raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
     def overtaken(self, how: str) -> errors.ConsolidationError:
-        """Return the error for a run that is not the one whose output counts."""
+        """Return the error for a run whose output does not count, because of another run."""
         url = self.spec.target.url
         return errors.ConsolidationError(
             f"Another consolidation worked in {url} at the same time: {how}. This one published "
             "nothing.",
             path=url,
             phase=self.context.deadline.phase,
-            next_step="Let one at a time write to a folder; run this one again if its output is "
-            "the one that should count.",
+            next_step="Let one consolidation at a time write to a folder; call this one again if "
+            "its output should count.",
         )
 
     def recorded(self) -> list[Sealed]:
-        """Return the files that records of this content say are sealed."""
+        """Return the files that are sealed according to the records of this content."""
         store, identity = self.context.target, self.plan.identity
 
         def decode(data: bytes, path: str) -> Sealed:
-            found = Sealed.decode(data, path)
-            _ = [*map(Part.from_json, found.parts)]
-            return found
+            sealed = Sealed.decode(data, path)
+            _ = [*map(Part.from_json, sealed.parts)]
+            return sealed
 
-        paths = (one.path for one in listed(store, exports.records_folder(identity)))
+        paths = (entry.path for entry in listed(store, exports.records_folder(identity)))
         records = filter(exports.is_file_record, paths)
-        reads = [partial(_trusted, store, path, decode) for path in records]
-        found = self.context.at_once("read records", reads)
-        return [one for one in found if one is not None and one.fingerprint == identity]
+        reads = [partial(read_trusted, store, path, decode) for path in records]
+        seals = self.context.at_once("read records", reads)
+        return [seal for seal in seals if seal is not None and seal.fingerprint == identity]
 
 
 class PlainFolder(Folder[R]):
     """A folder of files of another format, of which readers must not take a part for the whole.
 
-    What makes the files a checkpoint goes last. While a folder of safetensors is being filled, a
-    guard lies in it (`GUARD`). At the end nothing of ours stays.
+    The file that makes the others a checkpoint is written last. While a folder of safetensors is
+    being filled, a guard lies in it (`GUARD`). At the end the records of ours are deleted.
     """
 
     def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
         super().__init__(context, found)
         self.is_together = self.last != STOCK_METADATA
-        self._left: set[str] = set()
+        self._orphans: set[str] = set()
 
     @property
     def last(self) -> str:
@@ -168,10 +165,10 @@ class PlainFolder(Folder[R]):
         return {*(file.name for file in self.plan.files), self.last} - {""}
 
     def take(self) -> ResumeState:
-        """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
+        """Make the folder look like no checkpoint; keep the files that an earlier run sealed.
 
-        What another run left that died may always be replaced; a complete checkpoint, or a file of
-        one of the names, only if that is to be overwritten.
+        Files of another run that died may always be replaced; a complete checkpoint, or a file
+        that has a name of this output, only with `overwrite`.
         """
         store, is_indexed = self.context.target, self._is_guarded
         if read_log(store).last is not None:
@@ -181,10 +178,10 @@ class PlainFolder(Folder[R]):
                 path=store.url,
                 next_step="Give another folder.",
             )
-        earlier = _holder_of(store)
+        earlier = holder_of(store)
         is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
-        here = set(_below(store, ""))
-        # An index says which files count; without one all of them do.
+        here = set(paths_below(store, ""))
+        # An index names the files that count; without an index all of them do.
         mixes = exports.is_weight_file if self.last else _is_weight
         in_the_way = here & self._names
         if is_indexed:
@@ -209,20 +206,20 @@ class PlainFolder(Folder[R]):
         if not is_resumed:
             old = set(in_the_way)
             if STOCK_METADATA in here or (is_remains and not is_indexed):
-                # Without their `.metadata` nobody can tell what is in shards.
+                # Without `.metadata` no reader knows what is in shards.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
             for path in filter(exports.is_file_record, here):
-                left = _trusted(store, path, Sealed.decode)
-                self._left |= {left.file.path} if left else set()
+                sealed = read_trusted(store, path, Sealed.decode)
+                self._orphans |= {sealed.file.path} if sealed else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         return self.hold(earlier)
 
     def may_end(self, path: str) -> bool:
-        """Return also whether it is of a file that this run, or an earlier one, writes."""
-        is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._left
+        """Return also whether the path is that of a file of this run or of an earlier one."""
+        is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._orphans
         return is_own or super().may_end(path)
 
     def publish(self, made: WriteSummary) -> None:
@@ -241,24 +238,24 @@ class PlainFolder(Folder[R]):
 
 
 class ExportFolder(Folder[R]):
-    """The folder of an export of ours: an earlier one counts until the index is replaced.
+    """The folder of an export of ours; an earlier export counts until the index is replaced.
 
-    Whatever cuts the export, and however slow a reader is, it gets all of one export or fails:
+    Whatever interrupts the export, and however slow a reader is, it reads a whole export or fails:
 
-    1. A guard is put, unless one file replaces the only one.
+    1. A guard is put, unless a single file replaces a file of the same name.
     2. Of several files: an earlier `model.safetensors`, which some readers prefer, is deleted.
     3. The new files get their names; of a storage that shows files early, the guard comes before.
     4. The record of the export and the index are put.
     5. Files of earlier exports are deleted, and last the guard. A failure to do so is raised.
 
-    A name of one of several files stands for one content, ever. A run that is called after a cut
-    goes on from any of these steps.
+    The name of one of several files is never used for another content. The next call continues
+    from any of these steps.
     """
 
     is_together = True
     ties: Mapping[str, str]
     extra_files: Mapping[str, bytes] = MappingProxyType({})
-    """What lies beside the weights, by name; only on the coordinator."""
+    """Files beside the weights, by name; only on the coordinator."""
 
     removed: Sequence[str] = ()
     _index: Content | None = None
@@ -266,12 +263,19 @@ class ExportFolder(Folder[R]):
 
     @property
     def resumes_uploads(self) -> bool:
-        """Not one that replaces a file that readers know by its name."""
+        """Not of a single file, which replaces a file of the same name."""
         return len(self._own) > 1
 
     @cached_property
     def _own(self) -> frozenset[str]:
         return frozenset(file.name for file in self.plan.files)
+
+    @cached_property
+    def _library_index(self) -> str:
+        """Where the library that reads these files looks for their index; "" for a single file."""
+        indexes = (name for name in LIBRARY_INDEXES if len(self.plan.files) > 1)
+        stem = self.plan.files[0].name.partition("-")[0]
+        return next((name for name in indexes if name.partition(".")[0] == stem), "")
 
     @property
     def _needs_guard(self) -> bool:
@@ -287,8 +291,9 @@ class ExportFolder(Folder[R]):
         is_first = not is_there(store, NAMES_PATH)
         if is_first:
             self._claim_names(here)
-        # Whatever was answered, what lies there counts; a damaged one gives the names to nobody.
-        owner = _trusted(store, NAMES_PATH, exports.Names.decode)
+        # The stored document counts, whatever the response was; no content owns the names of a
+        # damaged document.
+        owner = read_trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
         check_owned(store, listed(store, ""), identity)
         suffix = "" if is_mine else identity[:_SUFFIX_DIGITS]
@@ -298,7 +303,7 @@ class ExportFolder(Folder[R]):
         )
         if self._needs_guard and not is_first:
             self._check_may_delete()
-        taken = self.hold(_holder_of(store))
+        taken = self.hold(holder_of(store))
         able = store.capabilities
         shows_early = not (able.tokens_travel and able.lists_uploads)
         if self._needs_guard and (self._index is None or shows_early):
@@ -310,7 +315,7 @@ class ExportFolder(Folder[R]):
         self.plan = replace(self.plan, files=with_suffix(self.plan.files, name))
 
     def _claim_names(self, here: Collection[str]) -> None:
-        """Give names without a suffix to this content, unless another one is faster."""
+        """Give names without a suffix to this content, unless another run is faster."""
         store = self.context.target
         foreign = sorted(name for name in here if _is_weight(name) or name == INDEX_NAME)
         if foreign:
@@ -353,7 +358,7 @@ class ExportFolder(Folder[R]):
         """Return also the files of a complete export of this content."""
         identity = self.plan.identity
         path = exports.export_path(identity)
-        record = _trusted(self.context.target, path, exports.ExportRecord.decode)
+        record = read_trusted(self.context.target, path, exports.ExportRecord.decode)
         files = record.files if record and record.fingerprint == identity else ()
         return [*(Sealed(file=file) for file in files), *super().recorded()]
 
@@ -363,9 +368,9 @@ class ExportFolder(Folder[R]):
         if not self._needs_guard:
             return
         store.replace(GUARD_NAME, GUARD)
-        if SINGLE_NAME in self._before - self._own:
+        if singles := sorted(filter(exports.is_single_file, self._before - self._own)):
             try:
-                store.delete([SINGLE_NAME])
+                store.delete(singles)
             except errors.StorageError:
                 if GUARD_NAME not in self._before:
                     # The earlier export is whole.
@@ -392,6 +397,8 @@ class ExportFolder(Folder[R]):
         for name, data in self.extra_files.items():
             store.replace(name, data)
         store.replace(exports.export_path(plan.identity), record.encode())
+        if self._library_index not in {"", INDEX_NAME}:
+            store.replace(self._library_index, index)
         if self._index is None or self._index.data != index:
             self._put_index(index)
         self.collect()
@@ -401,7 +408,7 @@ class ExportFolder(Folder[R]):
         try:
             compare_and_swap(self.context.target, INDEX_NAME, index, self._index)
         except errors.StorageError as error:
-            # An answer may have been lost; what lies there counts.
+            # The response may have been lost; the stored index counts.
             now = read_or_none(self.context.target, INDEX_NAME)
             if now is not None and now.data == index:
                 return
@@ -410,14 +417,14 @@ class ExportFolder(Folder[R]):
             raise
 
     def collect(self) -> None:
-        """Delete what the new index superseded, and the guard.
+        """Delete files that the new index superseded, and the guard.
 
-        But nothing once another one has taken the folder: what is old to this one may count by now.
+        Delete nothing once another run holds the folder: the files may be those of its export.
         """
         store = self.context.target
         here = [entry.path for entry in listed(store, "")]
         documents = [entry.path for entry in listed(store, DOCUMENTS)]
-        # Whoever takes over says so before it writes, so what was listed before is not its own.
+        # Another run becomes the holder before it writes: the files listed above are not its own.
         try:
             self.check_held()
         except errors.ConsolidationError:
@@ -426,9 +433,11 @@ class ExportFolder(Folder[R]):
         old = sorted(
             name for name in here if exports.is_weight_file(name) and name not in self._own
         )
+        indexes = LIBRARY_INDEXES - {INDEX_NAME, self._library_index}
         try:
+            store.delete(sorted(indexes.intersection(here)))
             store.delete(old)
-            # A removal that ran beside this export may have put one, too.
+            # A removal at the same time may have put the guard, too.
             if self._needs_guard or GUARD_NAME in here:
                 store.delete([GUARD_NAME])
         except errors.StorageError as error:
@@ -444,31 +453,18 @@ class ExportFolder(Folder[R]):
         try:
             self._delete_documents(here, documents)
         except errors.StorageError as error:
-            # The export counts; what is left over, the next consolidation finds.
+            # The export counts; the next consolidation deletes the rest.
             log.warning("Clearing up after the export to %s failed: %s", store.url, error)
 
     def _delete_documents(self, here: Sequence[str], documents: Sequence[str]) -> None:
-        """Delete records that nobody needs any more, and probes of runs that died."""
+        """Delete records of superseded exports, and probes of runs that died."""
         store, own = self.context.target, exports.records_folder(self.plan.identity)
         store.delete([name for name in here if name.startswith(names.PROBE_PREFIX)])
         for folder in filter(_RECORDS.fullmatch, documents):
             if folder != f"{own}/":
                 store.delete_folder(folder)
-        store.delete([one.path for one in listed(store, own) if exports.is_file_record(one.path)])
-
-
-def _trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
-    """Return what a document says; None if it is not there, or damaged: nothing builds on it."""
-    try:
-        return read_decoded(store, path, lambda data: decode(data, path))
-    except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
-        log.warning("%s is not trusted: %s", store.shown(path), error)
-        return None
-
-
-def _holder_of(store: Store, folder: str = "") -> exports.Holder | None:
-    """Return who works in a folder; None for nobody, and for a note that is damaged."""
-    return _trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), exports.Holder.decode)
+        paths = (entry.path for entry in listed(store, own))
+        store.delete([*filter(exports.is_file_record, paths)])
 
 
 def _is_weight(path: str) -> bool:
@@ -479,81 +475,12 @@ def _is_shard(path: str) -> bool:
     return "/" not in path and path.startswith("__") and path.endswith(".distcp")
 
 
-def find_exports(store: Store) -> list[str]:
-    """Return the folders of exports directly below the root of `store`."""
-    folders = [entry.path[:-1] for entry in listed(store) if entry.path.endswith("/")]
-    return [folder for folder in folders if is_there(store, f"{folder}/{NAMES_PATH}")]
-
-
-def remove_exports(store: Store) -> list[str]:
-    """Remove all exports directly below the root of `store`; return what else lies in them.
-
-    It becomes the holder, so a consolidation under way publishes nothing, and it stops where
-    another becomes it. The index goes first and the names last, so a removal that was cut is gone
-    on with. Files and uploads of others stay. Idempotent.
-    """
-    paths = [entry.path for entry in listed(store) if entry.path.endswith("/")]
-    own = {f"{names.COMMITS}/", f"{names.SAVES}/"}
-    return [left for path in paths if path not in own for left in _remove(store, path[:-1])]
-
-
-def _file_of(path: str) -> str:
-    """Return the file for which an upload was begun, also if that was to try a copy beside it."""
+def uploaded_file(path: str) -> str:
+    """Return the file for which an upload was begun, also if it was to try a copy beside it."""
     return path.partition(names.PROBE_PREFIX)[0]
 
 
-def _remove(store: Store, folder: str) -> list[str]:
-    paths = _below(store, folder)
-    if not any(path.startswith(f"{DOCUMENTS}/") for path in paths):
-        return [f"{folder}/{path}" for path in paths]
-    run_id = names.new_write_id()
-    holder = exports.Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
-    store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())
-    others: list[str] = []
-
-    def is_ours(path: str) -> bool:
-        is_known = exports.is_output_file(_file_of(path).removeprefix(f"{folder}/"))
-        others.extend(() if is_known else (path,))
-        return is_known
-
-    abort_uploads(store, folder, is_ours)
-    paths = _below(store, folder)
-    weights = {path for path in paths if exports.is_weight_file(path)}
-    documents = {path for path in paths if path.startswith(f"{DOCUMENTS}/")}
-    guard = {GUARD_NAME} if weights or GUARD_NAME in paths else set()
-    is_guarded = False
-    for step in (
-        {INDEX_NAME}.intersection(paths),
-        weights,
-        guard,
-        documents - {NAMES_PATH, HOLDER_PATH},
-        # Then this removal is forgotten, too.
-        {NAMES_PATH, HOLDER_PATH},
-    ):
-        if step:
-            now = _holder_of(store, folder)
-            if now is None or now.run_id != run_id:
-                log.info("%s: another consolidation works in %s; it stays", store.url, folder)
-                return []
-            if guard and not is_guarded:
-                # Readers must not take the files that are not deleted yet for a whole export.
-                store.replace(f"{folder}/{GUARD_NAME}", GUARD)
-                is_guarded = True
-            store.delete([f"{folder}/{path}" for path in sorted(step)])
-    left = [
-        f"{folder}/{path}"
-        for path in paths
-        if path not in {INDEX_NAME, *guard, *weights, *documents}
-    ]
-    # Where folders are more than a prefix.
-    for empty in (folder, f"{folder}/{DOCUMENTS}"):
-        is_used = any(path.startswith(f"{empty}/") for path in (*left, *others))
-        if not is_used and not _below(store, empty):
-            store.delete_folder(empty)
-            break
-    return left
-
-
-def _below(store: Store, folder: str) -> list[str]:
+def paths_below(store: Store, folder: str) -> list[str]:
+    """Return the paths of all files below `folder`, relative to it."""
     paths = (entry.path for entry in listed(store, folder, recursive=True))
     return [path.removeprefix(f"{folder}/") for path in paths if not path.endswith("/")]

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.exports import SINGLE_NAME
+from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
@@ -28,10 +28,11 @@ from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Source
 
+from .extras import named_files
 from .options import ConsolidateOptions
 from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
-from .select import Selected, Skipped, choose_model
+from .select import FILES_PREFIX, Selected, Skipped, choose_model
 from .write import joined
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ T = TypeVar("T")
 
 Files = tuple[OutFile, ...]
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_EXTENSION = ".safetensors"
+
 DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
 
@@ -48,17 +52,31 @@ DATA_ALIGN_BYTES = 64
 def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, tuple[Skipped, ...]]:
     """Return the weight files of a consolidation, as in an empty folder, and what is in none."""
     tensors, skipped = choose_model(source, options)
-    if options.fqn_to_index_mapping is None:
-        groups = split_by_size(tensors, options.file_limit_bytes)
-    else:
+    pattern = options.filename_pattern or _default_pattern(skipped, options)
+    if options.fqn_to_index_mapping is not None:
         groups = _split_by_index(tensors, options.fqn_to_index_mapping)
-    return _weight_files(groups), skipped
+    elif pattern == ADAPTER_PATTERN:
+        groups = [tensors]
+    else:
+        groups = split_by_size(tensors, options.file_limit_bytes)
+    if pattern == ADAPTER_PATTERN and len(groups) > 1:
+        what = f"fqn_to_index_mapping makes {len(groups)} files; PEFT reads an adapter of one file."
+        step = 'Pass filename_pattern="model{suffix}.safetensors", or one number for all tensors.'
+        raise InvalidInputError(what, next_step=step)
+    return _weight_files(groups, pattern), skipped
+
+
+def _default_pattern(skipped: Sequence[Skipped], options: ConsolidateOptions) -> str:
+    """Return the pattern for adapters if `adapter_config.json` lies beside the weights."""
+    files = {value.fqn.removeprefix(FILES_PREFIX) for value in skipped if value.reason == "file"}
+    files |= named_files(options.extra_files).keys()
+    return ADAPTER_PATTERN if _ADAPTER_CONFIG in files else MODEL_PATTERN
 
 
 def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return weight files of all `tensors` under their FQNs, in order."""
     groups = split_by_size(itertools.starmap(elements_of, tensors.items()), max_file_bytes)
-    return _weight_files(groups or [[]])
+    return _weight_files(groups or [[]], MODEL_PATTERN)
 
 
 def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
@@ -67,17 +85,17 @@ def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) ->
     A file of that layout holds one part of a tensor at the most: part n of each goes with others.
     """
     columns: dict[int, list[Elements]] = {}
-    for fqn, one in tensors.items():
-        for number, box in enumerate(boxes_of(one)):
-            columns.setdefault(number, []).append(elements_of(fqn, one, box))
-    # A tensor's parts come in order, so the columns do.
+    for fqn, tensor in tensors.items():
+        for number, box in enumerate(boxes_of(tensor)):
+            columns.setdefault(number, []).append(elements_of(fqn, tensor, box))
+    # The parts of a tensor are in order, so the columns are, too.
     groups = [
         group for column in columns.values() for group in split_by_size(column, max_file_bytes)
     ]
     files: list[OutFile] = []
     for number, group in enumerate(groups, 1):
         # Torch writes it as text too; its version is a number there, and its reader wants none.
-        offsets = {one.name: {"saved_offsets": list(one.box.offsets)} for one in group}
+        offsets = {part.name: {"saved_offsets": list(part.box.offsets)} for part in group}
         metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
         name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
         files.append(_weight_file(name, group, metadata))
@@ -85,37 +103,34 @@ def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) ->
 
 
 def with_suffix(files: Sequence[OutFile], suffix: str) -> Files:
-    """Return weight files as Hugging Face names them; several of a re-export have a suffix.
+    """Return several weight files with a suffix in their names, as those of a re-export have.
 
     A single file has no suffix: libraries that look for `model.safetensors` would pass over it.
     """
-    count, tail = len(files), f"-{suffix}" if suffix else ""
-    names = [
-        f"model-{number:05d}-of-{count:05d}{tail}.safetensors" for number in range(1, count + 1)
-    ]
-    if count == 1:
-        names = [SINGLE_NAME]
-    return tuple(replace(file, name=name) for file, name in zip(files, names, strict=True))
+    end = f"-{suffix}{_EXTENSION}"
+    if len(files) == 1 or not suffix or files[0].name.endswith(end):
+        return tuple(files)
+    return tuple(replace(file, name=file.name.removesuffix(_EXTENSION) + end) for file in files)
 
 
 def index_document(
     files: Files, *, save_id: str | None = None, fingerprint: str | None = None
 ) -> bytes:
-    """Return `model.safetensors.index.json`, which may tell what export of ours it is of."""
+    """Return `model.safetensors.index.json`, which may name the export of ours it belongs to."""
     # As Hugging Face's own, it counts tensors alone.
-    total_bytes = sum(one.size_bytes for file in files for one in file.elements)
+    total_bytes = sum(tensor.size_bytes for file in files for tensor in file.elements)
     metadata: dict[str, object] = {"total_size": total_bytes}
     if fingerprint is not None:
         metadata |= {"save_id": save_id, "fingerprint": fingerprint}
     body = {
         "metadata": metadata,
-        "weight_map": {one.name: file.name for file in files for one in file.elements},
+        "weight_map": {tensor.name: file.name for file in files for tensor in file.elements},
     }
     return (json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> list[list[Elements]]:
-    """Return the tensors per file, given its number by name or FQN; gaps are closed."""
+    """Return the tensors per file; `index` maps a name or FQN to a number; gaps are closed."""
     groups: dict[int, list[Elements]] = {}
     for tensor in tensors:
         number = index.get(tensor.name, index.get(tensor.fqn))
@@ -127,17 +142,23 @@ def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> li
     return [groups[number] for number in sorted(groups)]
 
 
-def _weight_files(groups: Sequence[Sequence[Elements]]) -> Files:
-    return with_suffix([_weight_file("", group, {}) for group in groups], "")
+def _weight_files(groups: Sequence[Sequence[Elements]], pattern: str) -> Files:
+    """Return weight files as Hugging Face's libraries name them."""
+    count = len(groups)
+    suffixes = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)]
+    names = [pattern.format(suffix=suffix if count > 1 else "") for suffix in suffixes]
+    return tuple(_weight_file(name, group, {}) for name, group in zip(names, groups, strict=True))
 
 
 def _weight_file(name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]) -> OutFile:
     # Larger elements first, so that each tensor begins at a multiple of its element.
-    ordered = sorted(tensors, key=lambda one: -DTYPES[one.dtype].item_bytes)
-    ends = itertools.accumulate((one.size_bytes for one in ordered), initial=0)
+    ordered = sorted(tensors, key=lambda part: -DTYPES[part.dtype].item_bytes)
+    ends = itertools.accumulate((part.size_bytes for part in ordered), initial=0)
     entries = [
-        SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=start, end=end)
-        for one, (start, end) in zip(ordered, itertools.pairwise(ends), strict=True)
+        SafetensorsEntry(
+            name=part.name, dtype=part.dtype, shape=part.box.sizes, start=start, end=end
+        )
+        for part, (start, end) in zip(ordered, itertools.pairwise(ends), strict=True)
     ]
     header = encode_safetensors_header(
         entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
@@ -150,8 +171,8 @@ def split_by_size(
 ) -> list[list[T]]:
     """Return the values per file, cut as Hugging Face's libraries cut.
 
-    A file is closed by the first value that would not fit; one that is larger than a file may be
-    gets its own, and what came before it goes on filling its file
+    A file is closed by the first value that does not fit. A value larger than the limit gets a file
+    of its own, and the file before it stays open
     (`huggingface_hub.split_state_dict_into_shards_factory`).
     """
     groups: list[list[T]] = []
@@ -200,7 +221,7 @@ def lay_out_shards(
         values,
         max_file_bytes,
         # Objects never fill a file.
-        lambda one: one[1].size_bytes if isinstance(one[1], Elements) else 0,
+        lambda value: value[1].size_bytes if isinstance(value[1], Elements) else 0,
     )
     for number, group in enumerate(groups):
         segments: list[Segment] = []
@@ -231,20 +252,20 @@ def lay_out_shards(
 def rank_manifest(
     files: Files, shards: Shards, made: WriteSummary, save_id: str, ties: Mapping[str, str]
 ) -> RankManifest:
-    """Return what describes files of ours that were made, as of one rank."""
+    """Return the rank manifest of files of ours, as if one rank had written them."""
     described = []
     for number, (file, columns) in enumerate(zip(files, shards.tables, strict=True)):
-        crcs = sorted(span for one in made.results for span in one.spans.get(number, ()))
+        crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
         parts: dict[int, list[Span]] = {}
         for span in crcs:
             parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
         # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
-        found = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
+        joined_crcs = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
         block_crcs, frame_crcs = array("I"), array("I")
         for length in columns["payload_bytes"]:
-            frame_crcs.append(next(found))
-            block_crcs.extend(islice(found, -(-length // DEFAULT_BLOCK_BYTES)))
-        frame_crcs.append(next(found))
+            frame_crcs.append(next(joined_crcs))
+            block_crcs.extend(islice(joined_crcs, -(-length // DEFAULT_BLOCK_BYTES)))
+        frame_crcs.append(next(joined_crcs))
         described.append(
             ShardFile(
                 path=file.name,

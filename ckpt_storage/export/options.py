@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.options import MIB, PageCache, check_choice
 from ckpt_storage.source.renaming import RENAME_WANTED, Rename, is_rename
 from ckpt_storage.store import Location, endpoint_of
@@ -23,7 +24,7 @@ ExtraFiles = str | os.PathLike[str] | Collection[str | os.PathLike[str]] | Mappi
 """Paths or URLs of files, or a mapping from the name in the export to a path, a URL or bytes."""
 
 DEFAULT_MAX_FILE_BYTES = "5GB"
-"""What `save_pretrained` of Hugging Face's libraries takes unless told otherwise."""
+"""What `save_pretrained` of Hugging Face's libraries uses by default."""
 
 _MIN_FILE_BYTES = 1000
 
@@ -33,6 +34,7 @@ CASTABLE = ("bfloat16", "float16", "float32", "float64")
 WANTED = {
     "max_file_bytes": f"{_MIN_FILE_BYTES} or more",
     "fqn_to_index_mapping": "a mapping from FQN to the number of its file, from 1 on",
+    "filename_pattern": f"one of {', '.join(PATTERNS)}",
     "dtype": f"one of {', '.join(CASTABLE)}, or a mapping from patterns to these. To quantise, use "
     "a tool that writes the scales too",
     "rename": RENAME_WANTED,
@@ -57,6 +59,10 @@ class ConsolidateOptions:
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
         FQNs. Every tensor that goes out needs one.
+    filename_pattern: names of the weight files: `model{suffix}.safetensors`, PEFT's
+        `adapter_model{suffix}.safetensors` (always one file) or diffusers'
+        `diffusion_pytorch_model{suffix}.safetensors`. None: PEFT's if `adapter_config.json` lies
+        beside the weights, else the first.
     dtype: what to cast to, as a `torch.dtype` or its name; or a mapping to these from FQNs, names
         in the weight files and glob patterns, such as `{"*.router.*": "float32", "*": "bfloat16"}`,
         of which the first that matches counts. Only tensors of float64, float32, float16 and
@@ -86,6 +92,7 @@ class ConsolidateOptions:
 
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES
     fqn_to_index_mapping: Mapping[str, int] | None = None
+    filename_pattern: str | None = None
     dtype: object | None = None
     rename: Rename | None = None
     include: Selection | None = None
@@ -103,6 +110,7 @@ class ConsolidateOptions:
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
             "fqn_to_index_mapping": index is None
             or (bool(index) and _maps(index, int) and min(index.values()) > 0),
+            "filename_pattern": self.filename_pattern in (None, *PATTERNS),
             "dtype": all(dtype in CASTABLE for dtype in self.casts.values()),
             "rename": is_rename(self.rename),
             "include": _is_selection(self.include),
@@ -131,7 +139,7 @@ class ConsolidateOptions:
         """`dtype` as names of `format.names` by pattern; empty: nothing is cast."""
         wanted = self.dtype if isinstance(self.dtype, Mapping) else {"*": self.dtype}
         # Without importing torch: a dtype prints as "torch.bfloat16".
-        named = {str(key): str(one).removeprefix("torch.") for key, one in wanted.items()}
+        named = {str(key): str(dtype).removeprefix("torch.") for key, dtype in wanted.items()}
         return {} if self.dtype is None else named
 
 
@@ -142,7 +150,7 @@ def check_memory_limit(limit: object) -> None:
 
 
 def parse_bytes(value: int | str, *, option: str) -> int:
-    """Return a number of bytes given as an int or as a text such as "5GB" or "1.5 GiB".
+    """Return a number of bytes from an int or a text such as "5GB" or "1.5 GiB".
 
     K, M, G, T count in thousands, Ki, Mi, Gi, Ti in 1024; letter case does not matter. Raises
     `InvalidInputError` naming the `option`.
@@ -167,18 +175,18 @@ def _is_selection(value: object) -> bool:
 
 def _are_files(value: object) -> bool:
     if isinstance(value, Mapping):
-        is_content = all(isinstance(one, str | os.PathLike | bytes) for one in value.values())
+        is_content = all(isinstance(file, str | os.PathLike | bytes) for file in value.values())
         return is_content and all(isinstance(name, str) for name in value)
     is_path = value is None or isinstance(value, str | os.PathLike)
     return is_path or (
-        isinstance(value, Collection) and all(isinstance(one, str | os.PathLike) for one in value)
+        isinstance(value, Collection) and all(isinstance(file, str | os.PathLike) for file in value)
     )
 
 
 def _maps(value: object, kind: type) -> bool:
     """Return whether a value is a mapping from texts to values of a kind."""
     return isinstance(value, Mapping) and all(
-        isinstance(key, str) and type(one) is kind for key, one in value.items()
+        isinstance(key, str) and type(entry) is kind for key, entry in value.items()
     )
 
 
@@ -194,7 +202,7 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
     """
     if callable(selection):
         return {fqn for fqn in sorted(names) if selection(fqn)}
-    found: set[str] = set()
+    matched: set[str] = set()
     for entry in [selection] if isinstance(selection, str) else sorted(selection):
         matches = {entry} if entry in names else {n for n in names if fnmatchcase(n, entry)}
         if not matches:
@@ -205,16 +213,16 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
                 if below
                 else "Give FQNs or glob patterns.",
             )
-        found |= matches
-    return found
+        matched |= matches
+    return matched
 
 
 def digest(value: object) -> str:
-    """Return a text that is the same for equal options; what functions answer the plan tells."""
+    """Return a text that is the same for equal options; the plan holds what functions return."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):
-        value = sorted((str(key), str(one)) for key, one in value.items())
+        value = sorted((str(key), str(entry)) for key, entry in value.items())
     elif isinstance(value, set | frozenset | list | tuple):
         value = sorted(map(str, value))
     text = repr(value)
@@ -242,9 +250,13 @@ def split_file(location: Location) -> tuple[Location, str]:
 def is_within(outer: Location, inner: Location) -> bool:
     """Return whether names alone tell that `inner` is `outer`, or lies below it."""
 
-    def spelt(one: Location) -> str:
+    def spelt(location: Location) -> str:
         # Of the options only these lead to another storage.
-        who = (one.protocol, endpoint_of(one), str(one.storage_options.get("profile") or ""))
-        return f"{who} {os.path.realpath(one.target) if one.is_local else one.url}"
+        who = (
+            location.protocol,
+            endpoint_of(location),
+            str(location.storage_options.get("profile") or ""),
+        )
+        return f"{who} {os.path.realpath(location.target) if location.is_local else location.url}"
 
     return f"{spelt(inner)}/".startswith(f"{spelt(outer).rstrip('/')}/")

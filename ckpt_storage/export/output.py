@@ -74,7 +74,7 @@ class ExportSpec:
     """What the work is a phase of."""
 
     def first_phase(self, *, is_alone: bool) -> Phase:
-        """Return what planning is a phase of; who is alone has one deadline, that of the work."""
+        """Return the phase of planning; a rank alone has one deadline, that of the work."""
         return self.phase if is_alone else "plan"
 
     def terms(self) -> dict[str, str]:
@@ -124,9 +124,9 @@ class ExportContext:
 
     def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
         """Return those files that are at the target in their length."""
-        looks = [partial(stat_or_none, self.target, one.path) for one in files.values()]
-        found = zip(files.items(), self.at_once("look for files", looks), strict=True)
-        return {at: one for (at, one), seen in found if seen and seen.size_bytes == one.size_bytes}
+        looks = [partial(stat_or_none, self.target, file.path) for file in files.values()]
+        stats = zip(files.items(), self.at_once("look for files", looks), strict=True)
+        return {at: file for (at, file), s in stats if s and s.size_bytes == file.size_bytes}
 
     @cached_property
     def can_copy(self) -> bool:
@@ -199,7 +199,7 @@ class WriteSummary:
     def moved(self) -> dict[str, Any]:
         """What all ranks moved, as reports name it."""
         names = "read_bytes", "sent_bytes", "copied_bytes"
-        return {name: sum(one.moved[name] for one in self.results) for name in names}
+        return {name: sum(result.moved[name] for result in self.results) for name in names}
 
 
 class Export(abc.ABC, Generic[R]):
@@ -333,7 +333,7 @@ def place_within(source: Store, target: Store) -> str | None:
                 # Some storages refuse those who may not list what is not there.
                 if error.kind not in refused:
                     raise
-            paths = (one.path for one in source.list(""))
+            paths = (entry.path for entry in source.list(""))
             return next((p[: -len(name) - 1] for p in paths if p.endswith(f"/{name}")), None)
     except StorageError as error:
         if error.kind not in refused:

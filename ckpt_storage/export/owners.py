@@ -1,18 +1,21 @@
-"""Which weight files of an output folder are ours to replace: those that records of ours name."""
+"""Owners in an output folder: the run that holds it, and the records that name its files."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import read_or_none
+from ckpt_storage.commit.slotlog import read_decoded
 from ckpt_storage.format import exports
-from ckpt_storage.format.exports import DOCUMENTS
+from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
+
+log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
@@ -23,20 +26,20 @@ _SUFFIXED = re.compile(r".*-([0-9a-f]{8})\.safetensors")
 def check_owned(store: Store, here: Sequence[ObjectInfo], identity: str) -> None:
     """Raise `CheckpointExistsError` if a weight file is from another program.
 
-    Ours are files of a name and a size that a record says, those that a run may have left which
-    died before it wrote its record, and of this content, `identity`, any that a record names.
+    Files of ours have a name and a size that a record holds. So may have those of a run that died
+    before it wrote its record, and, of this content (`identity`), all that a record names.
     """
-    folders = (_RECORDS.fullmatch(one.path) for one in listed(store, DOCUMENTS))
+    folders = (_RECORDS.fullmatch(entry.path) for entry in listed(store, DOCUMENTS))
     known = set[tuple[str, int]]()
     again, unfinished = set[str](), set[str]()
     for tag in (match[1] for match in folders if match):
-        records = [one.path for one in listed(store, exports.records_folder(tag))]
+        records = [entry.path for entry in listed(store, exports.records_folder(tag))]
         seals = (
-            _decoded(store, path, exports.Sealed.decode)
+            read_trusted(store, path, exports.Sealed.decode)
             for path in filter(exports.is_file_record, records)
         )
         files = [sealed.file for sealed in seals if sealed]
-        export = _decoded(store, exports.export_path(tag), exports.ExportRecord.decode)
+        export = read_trusted(store, exports.export_path(tag), exports.ExportRecord.decode)
         if export is None:
             unfinished.add(tag[:8])
         else:
@@ -44,15 +47,15 @@ def check_owned(store: Store, here: Sequence[ObjectInfo], identity: str) -> None
         known |= {(file.path, file.size_bytes) for file in files}
         if identity.startswith(tag):
             again |= {file.path for file in files}
-    for one in here:
-        is_known = (one.path, one.size_bytes) in known or one.path in again
-        if is_known or not exports.is_weight_file(one.path):
+    for entry in here:
+        is_known = (entry.path, entry.size_bytes) in known or entry.path in again
+        if is_known or not exports.is_weight_file(entry.path):
             continue
-        suffix = _SUFFIXED.fullmatch(one.path)
+        suffix = _SUFFIXED.fullmatch(entry.path)
         if unfinished and (suffix is None or suffix[1] in unfinished):
             continue
         raise errors.CheckpointExistsError(
-            f"{store.url} holds {one.path}, which no record of an export by ckpt_storage names; "
+            f"{store.url} holds {entry.path}, which no record of an export by ckpt_storage names; "
             "the export would delete it.",
             path=store.url,
             phase="plan",
@@ -60,9 +63,15 @@ def check_owned(store: Store, here: Sequence[ObjectInfo], identity: str) -> None
         )
 
 
-def _decoded(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
+def read_trusted(store: Store, path: str, decode: Callable[[bytes, str], T]) -> T | None:
+    """Return a document; None if it is absent or damaged: no run relies on a damaged document."""
     try:
-        found = read_or_none(store, path)
-        return None if found is None else decode(found.data, path)
-    except (errors.IntegrityError, errors.FormatError, TypeError, ValueError):
+        return read_decoded(store, path, lambda data: decode(data, path))
+    except (errors.IntegrityError, errors.FormatError, TypeError, ValueError) as error:
+        log.warning("%s is not trusted: %s", store.shown(path), error)
         return None
+
+
+def holder_of(store: Store, folder: str = "") -> exports.Holder | None:
+    """Return the run that holds a folder; None if no run does, or its document is damaged."""
+    return read_trusted(store, f"{folder}/{HOLDER_PATH}".lstrip("/"), exports.Holder.decode)

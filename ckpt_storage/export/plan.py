@@ -115,7 +115,9 @@ class OutFile:
     @cached_property
     def starts(self) -> Sequence[int]:
         """Where each segment begins, and then where the last one ends."""
-        return list(itertools.accumulate((one.size_bytes for one in self.segments), initial=0))
+        return list(
+            itertools.accumulate((segment.size_bytes for segment in self.segments), initial=0)
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -125,7 +127,7 @@ class OutFile:
     @property
     def elements(self) -> list[Elements]:
         """The tensors, or parts of them, in their order."""
-        return [one for one in self.segments if isinstance(one, Elements)]
+        return [segment for segment in self.segments if isinstance(segment, Elements)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,17 +206,18 @@ def plan(
     """Return the plan of making all `files`; `source` (JSON) stands for what they are made of."""
     files = tuple(files)
     identity = _digest({"version": 3, "source": source, "files": list(map(_content, files))})
-    found = Plan(
+    whole = Plan(
         files=files, world_size=world_size, able=able, part_bytes=part_bytes, identity=identity
     )
-    return found.leaving(())
+    return whole.leaving(())
 
 
 def _content(file: OutFile) -> object:
     # A header says names, dtypes, shapes and places; what it does not say is where from.
     fixed = hashlib.sha256()
-    for one in file.segments:
-        fixed.update(one.data if isinstance(one, Fixed) else repr(one).encode())
+    for segment in file.segments:
+        data = segment.data if isinstance(segment, Fixed) else repr(segment).encode()
+        fixed.update(data)
     return [file.size_bytes, fixed.hexdigest()]
 
 

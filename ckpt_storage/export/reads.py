@@ -186,15 +186,15 @@ class SegmentReader:
             self._ranges.run(planned)
         except (StorageError, IntegrityError) as error:
             raise explained(error, [read.place for read in reads], self._source) from error
-        return sum(one.stop - one.start for one in planned)
+        return sum(read.stop - read.start for read in planned)
 
     def _segments(
         self, file: int, start: int, stop: int
     ) -> Iterator[tuple[Segment, int, int, int]]:
         """Yield the segments of an interval: where each begins, and its first and last byte."""
-        one = self._files[file]
-        for at in range(max(bisect_right(one.starts, start) - 1, 0), len(one.segments)):
-            segment, origin = one.segments[at], one.starts[at]
+        segments, starts = self._files[file].segments, self._files[file].starts
+        for at in range(max(bisect_right(starts, start) - 1, 0), len(segments)):
+            segment, origin = segments[at], starts[at]
             first, last = max(start, origin), min(stop, origin + segment.size_bytes)
             if origin >= stop:
                 return
@@ -216,8 +216,8 @@ class SegmentReader:
                     )
                 buffer = bytearray(place.size_bytes)
                 self._read([bytes_read(place, memoryview(buffer))])
-                word = WORDS[DTYPES[piece.segment.source_dtype].item_bytes]
-                self._loaded = place, words_of(load_whole(buffer, place), word)
+                kind = WORDS[DTYPES[piece.segment.source_dtype].item_bytes]
+                self._loaded = place, words_of(load_whole(buffer, place), kind)
             return self._loaded[1].reshape(piece.chunk.sizes)
 
 
@@ -231,11 +231,11 @@ class _CastRead(ArrayRead):
     def memory(self) -> None:
         """None: nothing goes there as it is stored."""
 
-    def fill(self, out: Bits, found: Bits) -> None:
+    def fill(self, out: Bits, stored: Bits) -> None:
         """Cast elements, as torch does it."""
         import torch  # noqa: PLC0415  # only to cast
 
-        source = torch.from_numpy(found).view(getattr(torch, self.segment.source_dtype))
+        source = torch.from_numpy(stored).view(getattr(torch, self.segment.source_dtype))
         torch.from_numpy(out).view(getattr(torch, self.segment.dtype)).copy_(source)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.coordination.failures import as_checkpoint_errors, spell_ranks
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
@@ -117,9 +118,9 @@ def _agree(
             able = context.target.capabilities
             if operation.world_size > 1 and not (able.is_remote and able.shared):
                 probe = stack.enter_context(probed(context.target))
-        found, probe = operation.broadcast((export.found if export else None, probe))
+        version, probe = operation.broadcast((export.found if export else None, probe))
         if sees := not probe or is_there(context.target, probe):
-            export = export or make_export(context, found)
+            export = export or make_export(context, version)
             export.plan = plan(
                 export.lay_out(),
                 world_size=operation.world_size,
@@ -128,9 +129,9 @@ def _agree(
                 source=export.content(),
             )
             digest = export.plan.digest
-        came = operation.gather((socket.gethostname(), sees, digest))
+        answers = operation.gather((socket.gethostname(), sees, digest))
     if is_first and export:
-        _check_alike(came, context.spec)
+        _check_alike(answers, context.spec)
         taken = export.take()
     taken = operation.broadcast(taken)
     assert export is not None  # noqa: S101  # else the coordinator has raised for all
@@ -139,11 +140,11 @@ def _agree(
     return export, taken
 
 
-def _check_alike(came: Sequence[tuple[str, bool, str]], spec: ExportSpec) -> None:
+def _check_alike(answers: Sequence[tuple[str, bool, str]], spec: ExportSpec) -> None:
     """Raise unless all ranks (host, whether it saw the probe, digest) see and plan the same."""
     url, digests = spec.target.url, dict[str, list[int]]()
-    if blind := [rank for rank, (_, sees, _) in enumerate(came) if not sees]:
-        hosts = ", ".join(sorted({came[rank][0] for rank in blind}))
+    if blind := [rank for rank, (_, sees, _) in enumerate(answers) if not sees]:
+        hosts = ", ".join(sorted({answers[rank][0] for rank in blind}))
         apart = f"{hosts} (rank{'s' if len(blind) > 1 else ''} {spell_ranks(blind)})"
         raise RankMismatchError(
             f"{url} is not the same on all nodes: what rank 0 writes there is not seen on {apart}.",
@@ -153,7 +154,7 @@ def _check_alike(came: Sequence[tuple[str, bool, str]], spec: ExportSpec) -> Non
             next_step="Give an output on a file system that all nodes share or on an object store, "
             "or work with the ranks of one node, or with one process.",
         )
-    for rank, (_, _, digest) in enumerate(came):
+    for rank, (_, _, digest) in enumerate(answers):
         digests.setdefault(digest, []).append(rank)
     if len(digests) > 1:
         spelt = "; ".join(f"ranks {spell_ranks(ranks)}" for ranks in digests.values())

@@ -184,8 +184,8 @@ def choose_model(
     names = _names(going, stripped, options)
     tied: dict[str, str] = {}
     if options.tied != "keep":
-        told = options.tied if isinstance(options.tied, Mapping) else {}
-        roots = _with_told(tensors, getattr(source, "ties", {}), told, stripped)
+        wanted = options.tied if isinstance(options.tied, Mapping) else {}
+        roots = _all_ties(tensors, getattr(source, "ties", {}), wanted, stripped)
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
         left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
     skipped = tuple(
@@ -207,17 +207,17 @@ def choose_model(
             raise InvalidInputError(what, next_step=step)
         dtype = casts.get(fqn, "") if tensors[fqn].dtype in CASTABLE else ""
         picked.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
-    return sorted(picked, key=lambda one: (natural(one.name), one.name)), skipped
+    return sorted(picked, key=lambda part: (natural(part.name), part.name)), skipped
 
 
 def dropped_prefixes(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
     """Return what FQNs have before and within their names in weight files."""
-    found: set[str] = set()
+    prefixes: set[str] = set()
     for fqn, name in pairs:
         plain = fqn.replace(_COMPILED, "")
         if name != fqn and plain.endswith(name):
-            found |= {plain.removesuffix(name), _COMPILED if plain != fqn else ""}
-    return tuple(sorted(found - {""}))
+            prefixes |= {plain.removesuffix(name), _COMPILED if plain != fqn else ""}
+    return tuple(sorted(prefixes - {""}))
 
 
 def is_file_entry(fqn: str, tensor: TensorRecord) -> bool:
@@ -258,13 +258,13 @@ def _container_of(paths: Sequence[KeyPath]) -> str:
 
     The outermost may have any name, further ones must be known to hold models.
     """
-    found, depth = "", 0
+    keys, depth = "", 0
     while True:
         heads = {str(path[depth]) if len(path) > depth + 1 else None for path in paths}
         key = heads.pop() if len(heads) == 1 else None
         if key is None or (depth and not _MODEL.fullmatch(key)):
-            return found
-        found, depth = f"{found}{key}.", depth + 1
+            return keys
+        keys, depth = f"{keys}{key}.", depth + 1
 
 
 def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
@@ -285,7 +285,7 @@ def _is_per_rank(key: str | int) -> bool:
 
 def _apart(key: str) -> Reason | None:
     """Return what a container of that key holds apart from the model, None if nothing known."""
-    return next((one for one, keys in _APART.items() if keys.fullmatch(key)), None)
+    return next((reason for reason, keys in _APART.items() if keys.fullmatch(key)), None)
 
 
 _Left = dict[str, tuple[Reason, str]]
@@ -333,19 +333,19 @@ def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> d
     )
 
 
-def _with_told(
+def _all_ties(
     tensors: Mapping[str, TensorRecord],
     recorded: Mapping[str, str],
-    told: Mapping[str, str],
+    wanted: Mapping[str, str],
     stripped: str,
 ) -> dict[str, str]:
-    """Return alias to target of ties that the save recorded and a caller tells; no chains."""
+    """Return alias to target of recorded ties and those of the caller; no chains."""
 
     def find(name: str) -> str:
         return name if name in tensors else f"{stripped}{name}"
 
     ties = dict(recorded)
-    ends = {find(alias): find(target) for alias, target in told.items()}
+    ends = {find(alias): find(target) for alias, target in wanted.items()}
     for alias, target in sorted(ends.items()):
         root = recorded.get(target, target)
         if root not in tensors or root in ends:
@@ -376,7 +376,9 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
         if boxes != list(source.tensors[target].boxes):
             continue
         places = source.places([(fqn, box.offsets) for fqn in (alias, target) for box in boxes])
-        crcs = [None if one.crcs is None else (one.block_bytes, *one.crcs) for one in places]
+        crcs = [
+            None if place.crcs is None else (place.block_bytes, *place.crcs) for place in places
+        ]
         if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:
             what = f"{alias} is said to be tied to {target}; their checksums differ."
             step = 'Remove it from tied=, or give tied="keep"; both then go out.'

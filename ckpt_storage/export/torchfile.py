@@ -171,8 +171,8 @@ def _refused(path: str, what: str, next_step: str) -> errors.FormatError:
 
 
 def _damaged(path: str, what: str, offset: int, fqn: str | None = None) -> errors.IntegrityError:
-    told = f"{path} is damaged: {what} has another checksum than torch wrote."
-    return errors.IntegrityError(told, path=path, fqn=fqn, offset=offset, next_step=_RESTORE)
+    text = f"{path} is damaged: {what} has another checksum than torch wrote."
+    return errors.IntegrityError(text, path=path, fqn=fqn, offset=offset, next_step=_RESTORE)
 
 
 @dataclass(eq=False)
@@ -215,7 +215,7 @@ def _read_records(
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "constants.pkl" in infos:
             raise _refused(path, "is a TorchScript archive", _AGAIN)
-        # torch can be told to write none: then it writes zeros.
+        # An option of torch turns checksums off: then it writes zeros.
         has_crcs = any(info.CRC for info in infos.values())
         for name, info in infos.items():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -268,7 +268,7 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
 
 def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:
     """Return the dtype; refuse a tensor whose bytes in the file are not its elements in C order."""
-    dtype, layout = (str(one).removeprefix("torch.") for one in (tensor.dtype, tensor.layout))
+    dtype, layout = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, tensor.layout))
     is_strided = layout == "strided" and not tensor.is_quantized
     if is_strided and not tensor.is_contiguous():
         layout = f"stored with strides {tuple(tensor.stride())}"

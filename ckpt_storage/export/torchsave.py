@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage import errors
 from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.inspect.torchload import refusal_of
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
@@ -115,7 +116,11 @@ class TorchFile(Conversion):
         for fqn in self.chosen.blobs:
             file = io.BytesIO(b"".join(read(fqn)))
             try:
-                objects[fqn] = torch.load(file, map_location="cpu", weights_only=is_safe)
+                refusal = refusal_of(file) if is_safe else None
+                if refusal is not None:
+                    raise refusal  # noqa: TRY301  # as what torch itself raises
+                file.seek(0)
+                objects[fqn] = torch.load(file, map_location="cpu", weights_only=False)
             except Exception as error:
                 raise errors.UnsafeContentError(
                     f"{fqn} is not a value that torch loads with weights_only=True.",
@@ -130,11 +135,11 @@ def _reading(
 ) -> Callable[[str], Iterator[memoryview]]:
     """Return what yields an FQN's bytes; they are asked for in order, and read in windows."""
     # Each begins where an element of any dtype may, so that no window cuts one.
-    gaps = [Fixed(b"\0" * (-one.size_bytes % ELEMENTS_BYTES)) for one in segments]
+    gaps = [Fixed(b"\0" * (-part.size_bytes % ELEMENTS_BYTES)) for part in segments]
     parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
     file = OutFile(name="", segments=parts)
-    starts = {one.fqn: at for at, one in zip(file.starts[::2], segments, strict=False)}
-    sizes = {one.fqn: one.size_bytes for one in segments}
+    starts = {part.fqn: at for at, part in zip(file.starts[::2], segments, strict=False)}
+    sizes = {part.fqn: part.size_bytes for part in segments}
     reader = SegmentReader([file], source, RangeReader(context.source, context.options))
     step = context.options.part_bytes - context.options.part_bytes % ELEMENTS_BYTES
 
@@ -174,7 +179,7 @@ def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str
 
     All lie at one address: what is reserved is as long as the largest.
     """
-    sizes = {fqn: elements_of(fqn, one).size_bytes for fqn, one in chosen.tensors.items()}
+    sizes = {fqn: elements_of(fqn, info).size_bytes for fqn, info in chosen.tensors.items()}
     length = max(sizes.values(), default=0) + 1
     pool = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     whole: dict[str, torch.Tensor] = {}
@@ -186,10 +191,10 @@ def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str
             if count := sizes[fqn]:
                 whole[fqn] = torch.frombuffer(pool, dtype=torch.uint8, count=count)
     tensors = {
-        fqn: whole[chosen.ties.get(fqn, fqn)].view(getattr(torch, one.dtype)).reshape(one.shape)
-        for fqn, one in chosen.tensors.items()
+        fqn: whole[chosen.ties.get(fqn, fqn)].view(getattr(torch, info.dtype)).reshape(info.shape)
+        for fqn, info in chosen.tensors.items()
     }
-    storages = {one.untyped_storage()._cdata: fqn for fqn, one in whole.items() if sizes[fqn]}  # noqa: SLF001  # as torch.save
+    storages = {view.untyped_storage()._cdata: fqn for fqn, view in whole.items() if sizes[fqn]}  # noqa: SLF001  # as torch.save
     return tensors, storages
 
 

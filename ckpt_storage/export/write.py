@@ -65,9 +65,9 @@ class _RegionState:
 class FileWriter:
     """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
 
-    Whoever writes a file alone seals it; what several ranks wrote, and what gets its name with all
-    others, the coordinator completes when all have reported, and the export is unchanged. After a
-    failure a thread that hangs may still fill a buffer.
+    A rank that writes a file alone seals it. The coordinator completes files of several ranks, and
+    files that get their names together, once all ranks have reported and the source is unchanged.
+    After a failure a thread that hangs may still fill a buffer.
     """
 
     def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
@@ -103,9 +103,9 @@ class FileWriter:
         except BaseException as error:
             self._abort(error)
             raise
-        written = {at for one in results for at in one.spans}
+        written = {at for result in results for at in result.spans}
         kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
-        timings = [one.timing for one in results if one.timing is not None]
+        timings = [result.timing for result in results if result.timing is not None]
         stats = self._operation.stats_of(timings) if timings else None
         return WriteSummary(files=files, results=results, kept=kept, stats=stats)
 
@@ -343,31 +343,31 @@ class FileWriter:
     def _finish(self, results: Sequence[Result]) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
         sealed = dict(self._taken.sealed)
-        for one in results:
-            sealed |= one.sealed
+        for result in results:
+            sealed |= result.sealed
         for at in self._tokens:
-            parts = [part.to_json() for one in results for part in one.receipts.get(at, ())]
-            crc32c = joined(span for one in results for span in one.spans.get(at, ()))[2]
+            parts = [part.to_json() for result in results for part in result.receipts.get(at, ())]
+            crc32c = joined(span for result in results for span in result.spans.get(at, ()))[2]
             sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
         self._export.check_unchanged()
         self._export.check_held()
         self._export.prepare_names()
 
-        def name(at: int, one: Sealed) -> None:
-            file, own = one.file, self._uploads.get(at)
-            upload = own or self._context.target.join(file.path, one.token, write_id=one.write_id)
-            upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, one.parts)])
+        def name(at: int, seal: Sealed) -> None:
+            file, own = seal.file, self._uploads.get(at)
+            upload = own or self._context.target.join(file.path, seal.token, write_id=seal.write_id)
+            upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, seal.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
             elif at in self._taken.sealed and not self._is_sound(file):
-                told = f"{file.path}, which an earlier run had written, is damaged."
+                what = f"{file.path}, which an earlier run had written, is damaged."
                 step = "Call it again: the file is made anew then."
-                raise IntegrityError(told, path=file.path, offset=0, next_step=step)
+                raise IntegrityError(what, path=file.path, offset=0, next_step=step)
 
-        nameless = {at: one for at, one in sealed.items() if one.token or at in self._tokens}
-        jobs = [partial(name, *one) for one in nameless.items()]
+        nameless = {at: seal for at, seal in sealed.items() if seal.token or at in self._tokens}
+        jobs = [partial(name, *item) for item in nameless.items()]
         self._context.at_once("complete files", jobs)
-        return {at: one.file for at, one in sealed.items()}
+        return {at: seal.file for at, seal in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
         """Return what a file is; raise if it has to have another checksum."""

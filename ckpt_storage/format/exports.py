@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from .documents import Fields, FileRef, format_of, seal, unseal
-from .names import INDEX_NAME, is_save_id
+from .names import is_save_id
 
 DEFAULT_FOLDER = "hf"
 """Where an export goes by default, below its checkpoint."""
@@ -19,7 +19,14 @@ DOCUMENTS = ".ckpt-storage"
 
 NAMES_PATH = f"{DOCUMENTS}/names.json"
 HOLDER_PATH = f"{DOCUMENTS}/job.json"
-SINGLE_NAME = "model.safetensors"
+
+MODEL_PATTERN = "model{suffix}.safetensors"
+ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
+PATTERNS = (MODEL_PATTERN, ADAPTER_PATTERN, "diffusion_pytorch_model{suffix}.safetensors")
+"""How transformers, PEFT and diffusers name weight files; `suffix` tells several files apart."""
+
+LIBRARY_INDEXES = frozenset(f"{pattern.format(suffix='')}.index.json" for pattern in PATTERNS)
+"""Where a library looks for the index of several weight files; ours is at `INDEX_NAME`, too."""
 
 GUARD_NAME = "zz-export-under-way.safetensors"
 _GUARD_TEXT = (
@@ -33,7 +40,10 @@ names that begin with a dot.
 """
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?\.safetensors")
+_SUFFIX = r"(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?"
+_WEIGHT_FILE = re.compile(
+    "|".join(re.escape(one).replace(r"\{suffix\}", _SUFFIX) for one in PATTERNS)
+)
 _FILE_RECORD = re.compile(r"\.ckpt-storage/[0-9a-f]{16}/[0-9]{5,}\.json")
 _DOCUMENT = re.compile(r"\.ckpt-storage/(names|job|[0-9a-f]{16}/([0-9]{5,}|output))\.json")
 _TAG_DIGITS = 16
@@ -59,6 +69,11 @@ def is_weight_file(name: str) -> bool:
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
+def is_single_file(name: str) -> bool:
+    """Return whether a file name is that of the only weight file of an export."""
+    return f"{name}.index.json" in LIBRARY_INDEXES
+
+
 def is_file_record(path: str) -> bool:
     """Return whether `path` is that of a record of one complete file."""
     return _FILE_RECORD.fullmatch(path) is not None
@@ -66,7 +81,7 @@ def is_file_record(path: str) -> bool:
 
 def is_output_file(path: str) -> bool:
     """Return whether `path`, in an output folder, is that of a weight file or document of ours."""
-    is_named = path in {INDEX_NAME, GUARD_NAME} or is_weight_file(path)
+    is_named = path in {*LIBRARY_INDEXES, GUARD_NAME} or is_weight_file(path)
     return is_named or _DOCUMENT.fullmatch(path) is not None
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from .names import DTYPES
+
 Builder = Callable[[tuple[object, ...]], object]
 Allowed = Mapping[str, Builder | None]
 
@@ -220,19 +222,32 @@ _NUMPY = (
         for name in ("_reconstruct", "scalar")
     ),
 )
+_TENSORS = (
+    *(f"torch._utils._rebuild_{name}" for name in ("tensor_v2", "tensor_v3", "parameter")),
+    *(f"torch.{kind.storage_class}" for kind in DTYPES.values() if kind.storage_class),
+    *(f"torch.{name}" for name in DTYPES),
+    "torch.storage.UntypedStorage",
+)
+"""What torch writes for plain tensors and parameters: storage classes and dtypes are not called."""
 
 
 def is_inert_with_numpy(pickled: bytes) -> bool:
-    """Return whether unpickling `pickled` makes only plain values, numpy's too, and buffers."""
+    """Return whether unpickling `pickled` makes only plain values, numpy's too, buffers, tensors.
+
+    The bytes of tensors lie beside the pickle; a tensor with hooks or an own class is not inert.
+    """
     made: list[Record] = []
 
     def build(kind: str, args: tuple[object, ...]) -> object:
-        result = _called(kind, args)
-        if isinstance(result, Record):
-            made.append(result)
-        return result
+        value = _called(kind, args)
+        if isinstance(value, Record):
+            made.append(value)
+        return value
 
-    allowed = {name: partial(build, name.rpartition(".")[2]) for name in _NUMPY}
+    allowed: dict[str, Builder] = {
+        name: partial(build, name.rpartition(".")[2]) for name in (*_NUMPY, *_TENSORS)
+    }
+    allowed["collections.OrderedDict"] = build_ordered_dict
     try:
         interpret(pickled, allowed)
     except PickleMalformedError:
@@ -241,7 +256,7 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
 
 
 def _called(kind: str, args: tuple[object, ...]) -> object:
-    """Accept the calls by which numbers and buffers are pickled."""
+    """Accept the calls by which numbers, buffers and tensors are pickled."""
     match kind, args:
         case ("dtype", (str(name), False, True)) if _NUMBER.fullmatch(name):
             return Record(kind, args)
@@ -255,7 +270,16 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
             return text.encode("latin1", "replace")
         case ("bytes", ()):
             return b""
-    raise PickleMalformedError("this is not how numbers and buffers are pickled")
+        case (
+            ("_rebuild_tensor_v2", (PersistentId(), int(), tuple(), tuple(), bool(), Pairs()))
+            | (
+                "_rebuild_tensor_v3",
+                (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global()),
+            )
+            | ("_rebuild_parameter", (Record(), bool(), Pairs()))
+        ):
+            return Record(kind, args)
+    raise PickleMalformedError("this is not how numbers, buffers and tensors are pickled")
 
 
 def _is_finished(record: Record) -> bool:
@@ -267,4 +291,22 @@ def _is_finished(record: Record) -> bool:
             return not record.args
         case ("_reconstruct", (1, tuple(shape), Record(name="dtype"), bool(), bytes())):
             return all(type(size) is int and size >= 0 for size in shape)
+        case ("_rebuild_tensor_v2" | "_rebuild_tensor_v3", None):
+            return not record.args[5] and _is_storage(record.args[0])
+        case ("_rebuild_parameter", None):
+            data, _, hooks = record.args
+            return (
+                not hooks and isinstance(data, Record) and data.name.startswith("_rebuild_tensor")
+            )
+    return False
+
+
+_TENSOR_CALLS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3"})
+
+
+def _is_storage(value: object) -> bool:
+    """Return whether a persistent id is that of a storage, whose class is named and not called."""
+    match value:
+        case PersistentId(pid=("storage", Global(name=name), str(), str(), int())):
+            return name.endswith("Storage")
     return False

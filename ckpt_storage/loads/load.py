@@ -15,17 +15,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from ckpt_storage.coordination.failures import check_terms, redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import Operation, kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import Casts, Progress, RetryPolicy, Shared, Timeouts
 from ckpt_storage.source.renaming import Rename
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .loadplanner import OwnChunksLoadPlanner
 from .per_rank import prepared_targets

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import LazyList
 from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.names import parse_per_rank_key
 from ckpt_storage.source.model import Source
 
 from .layouts import box_at, boxes_of, unwrap
@@ -53,7 +54,7 @@ def metadata_of(
     if stored_names is not None and planner_data is not None:
         paths = planner_data
         planner_data = {
-            name: paths.get(stored, (name,)) if name == stored else (name,)
+            name: _path_of(name, stored, paths.get(stored, (stored,)))
             for name, stored in stored_names.items()
         }
     return Metadata(
@@ -63,6 +64,21 @@ def metadata_of(
         storage_data={},
         storage_meta=StorageMeta(checkpoint_id=url, save_id=source.save_id, modules=[]),
     )
+
+
+def _path_of(name: str, stored: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return the path of a value that is stored as `stored` at `path`, and is loaded as `name`.
+
+    Below a `PerRank` the structure stays, unless the new name ends otherwise.
+    """
+    if name == stored:
+        return path
+    for at, key in enumerate(path):
+        if parse_per_rank_key(str(key)) is not None:
+            end = "." + ".".join(map(str, path[at:]))
+            if name.endswith(end):
+                return (name.removesuffix(end), *path[at:])
+    return (name,)
 
 
 class _Entries(Mapping[str, _Entry]):

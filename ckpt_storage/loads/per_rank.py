@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,17 +161,25 @@ def _saved_under(path: tuple[Any, ...], metadata: Metadata) -> dict[str, Any]:
     """Return a target for each key that was saved below `path`: tensors to fill, and None."""
     saved: dict[str, Any] = {}
     paths: Mapping[str, Any] = metadata.planner_data or {}
-    entries = metadata.state_dict_metadata
-    for fqn in entries:
-        inner = tuple(paths.get(fqn, ()))[len(path) :]
-        if (
-            inner
-            and tuple(paths[fqn][: len(path)]) == path
-            and parse_per_rank_key(str(inner[0])) is not None
-        ):
-            entry = entries[fqn]
+    name = ".".join(map(str, path))
+    for fqn in metadata.state_dict_metadata:
+        inner = _inner_path(name, paths.get(fqn, ())) if fqn.startswith(f"{name}.") else ()
+        if inner:
+            entry = metadata.state_dict_metadata[fqn]
             target = None
             if isinstance(entry, TensorStorageMetadata):
                 target = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             set_element(saved, inner, target)
     return saved
+
+
+def _inner_path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return the rest of a path from the key of a rank on, if `name` is what stands before it.
+
+    By name: of a value that is loaded under another name only the last part of its path is known.
+    """
+    for at, key in enumerate(path):
+        is_key = parse_per_rank_key(str(key)) is not None
+        if is_key and ".".join(map(str, path[:at])) == name:
+            return tuple(path[at:])
+    return ()

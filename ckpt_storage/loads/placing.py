@@ -59,19 +59,19 @@ class ValuePlacer:
         """Return the key that flattening spells as `part`."""
         if not isinstance(container, Mapping):
             return part
-        if part in container and not _is_hollow(container[part]):
+        if part in container and not is_hollow(container[part]):
             return part
         keys = self._keys.get(id(container))
         if keys is None:
             # Of two keys of one spelling only one has a value with a name.
-            named = {str(key): key for key, value in container.items() if not _is_hollow(value)}
+            named = {str(key): key for key, value in container.items() if not is_hollow(value)}
             keys = self._keys[id(container)] = {str(key): key for key in container} | named
         return keys.get(str(part), part)
 
 
-def _is_hollow(value: object) -> bool:
+def is_hollow(value: object) -> bool:
     """Return whether a value is a mapping that holds nothing, at any depth."""
-    return isinstance(value, Mapping) and all(map(_is_hollow, value.values()))
+    return isinstance(value, Mapping) and all(map(is_hollow, value.values()))
 
 
 def _extend(values: list[Any], index: int) -> None:

@@ -20,7 +20,7 @@ log = logging.getLogger("ckpt_storage")
 _SHOWN_COUNT = 10
 _SUGGESTED_COUNT = 3
 
-Path = tuple[str | int, ...]
+Path = tuple[object, ...]
 
 
 def find_mismatch(
@@ -93,7 +93,7 @@ def _shape_of(value: Any) -> Sequence[int]:  # noqa: ANN401  # tensors, and torc
 
 
 def find_duplicate(state: Mapping[str, Any]) -> InvalidInputError | None:
-    """Return the error for two values whose keys, joined by dots, are one name."""
+    """Return the error for two values whose keys, joined by dots, are the same name."""
     paths: dict[str, Path] = {}
     for path, value in _walk((), state):
         if isinstance(value, Mapping | list):
@@ -154,7 +154,7 @@ def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     yield path, value
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _walk((*path, str(key)), inner)
+            yield from _walk((*path, key), inner)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             if isinstance(inner, Mapping | list | torch.Tensor):

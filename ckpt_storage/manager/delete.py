@@ -19,7 +19,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -85,7 +85,7 @@ def delete(
 
 
 def delete_step(roots: Sequence[Root], step: int) -> bool:
-    """Delete a step below each root; return whether there was one.
+    """Delete a step below each root; return whether it existed.
 
     Raises `CheckpointInProgressError` if it is in use.
     """

@@ -67,7 +67,7 @@ class EarlyRendezvous:
             log.debug("keys of the last meeting stay in the store: %s", error)
 
     def _commit(self, turn: int, *, wants_meeting: bool) -> bool:
-        """Publish a bound if this rank or another one wants a meeting; return whether it did."""
+        """Publish a bound if any rank wants a meeting; return whether this rank did."""
         request, own_bound = self._key("request"), self._key(f"bound/{self._ranks.rank}")
         bound = turn + (_AHEAD_TURNS << self._attempt)
         try:

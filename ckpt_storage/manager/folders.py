@@ -1,4 +1,4 @@
-"""The state of one folder below a root, as one look at the storage shows it."""
+"""The state of one folder below a root, as read from the storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FolderState:
 
     committed: `info` is of its newest commit. foreign: another tool wrote it. uncommitted: nothing
     is committed, but there are files. empty: no files, or only slots of what was deleted.
-    unreadable: `problem` says why. `slot` is that of the commit, or the last one; `age_s` counts
+    unreadable: `problem` says why. `slot` is that of the commit, or the last slot; `age_s` counts
     from it, None where that is not known.
     """
 
@@ -54,7 +54,7 @@ class _Named(Protocol):
 
 
 def by_step(checkpoint: _Named) -> tuple[int, str]:
-    """Return the sort key of the order of steps; what has no step comes first."""
+    """Return the sort key of the order of steps; folders without a step sort first."""
     return (-1 if checkpoint.step is None else checkpoint.step, checkpoint.name)
 
 

@@ -76,7 +76,7 @@ class BackgroundJob(Watch):
             return
         thread.join(timeout_s)
         if thread.is_alive():
-            self._stopped = CheckpointError(f"{self._name} was stopped; the next one continues.")
+            self._stopped = CheckpointError(f"{self._name} was stopped; the next run continues.")
             thread.join(stop_s)
         if thread.is_alive():
             log.warning("%s hangs and is abandoned.", self._name)

@@ -40,7 +40,7 @@ def list_checkpoints(
 
     A folder that may not be read is listed with the format "unreadable" and its `problem`: it may
     be the newest checkpoint. A folder whose commit records are damaged or of a newer format is left
-    out with a warning in the log; `verify` says what is wrong with it.
+    out with a warning in the log; `verify` reports the damage.
 
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """

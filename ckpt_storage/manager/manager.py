@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import redacted_url
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.load import load
@@ -36,23 +35,21 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.saves.options import Chained
 from ckpt_storage.source.renaming import Rename
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 from ckpt_storage.store.deadline import Deadline
 
 from .delete import delete_step
-from .job import BackgroundJob
 from .listing import find_newest, list_all
-from .mirror import Mirror
 from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import PreemptionNotices
 from .policies import Candidate, Keep, KeepBest, seconds_of
-from .prune import Pruner
 from .resume import Check, Restored, Resumer
 from .retention import PruneReport
 from .root import Root
 from .schedule import Schedule
 from .selection import select_own, select_step, select_url
 from .step_save import StepSave
+from .upkeep import Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
 
@@ -60,8 +57,6 @@ log = logging.getLogger("ckpt_storage")
 
 Pruning = Literal["background", "manual"]
 """When a manager prunes: after each save on a thread of its own, or by its method only."""
-
-_CLOSE_S = 60.0
 
 
 class CheckpointManager:
@@ -136,11 +131,6 @@ class CheckpointManager:
         make_root = partial(Root, names=StepNames(names), timeouts=self._timeouts, retry=retry)
         self._roots = [make_root(location) for location in locations]
         self._root = self._roots[0]
-        copies = None if mirror is None else Mirror(self._root, self._roots[1], mirror_keep)
-        self._pruner: Pruner | None = None
-        if keep is not None:
-            protect = (lambda *_: {}) if copies is None else copies.pending
-            self._pruner = Pruner(self._root, keep, protect=protect, sweeps=True)
         self._terms = {
             "the root's URL": self.url,
             "the names of steps": names,
@@ -164,19 +154,14 @@ class CheckpointManager:
                 timeouts=self._timeouts,
             )
             undo.pop_all()
-        is_coordinator = self._ranks.is_coordinator
-        self._mirror = copies if is_coordinator else None
-        self._prunes = is_coordinator and pruning == "background" and keep is not None
         self._restore_count = 0
-        self._prune_job, self._mirror_job = (
-            BackgroundJob(
-                work, name=f"ckpt-storage {job} {self.url}", timeout_s=self._timeouts.commit
-            )
-            for job, work in (("prune", self._prune), ("mirror", self._fill_mirror))
+        self._upkeep = Upkeep(
+            self._roots,
+            keep=keep,
+            mirror_keep=mirror_keep,
+            prunes=pruning == "background",
+            is_coordinator=self._ranks.is_coordinator,
         )
-        if self._mirror is not None:
-            # An earlier process may have ended before its copies did.
-            self._mirror_job.wake()
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,
@@ -306,29 +291,9 @@ class CheckpointManager:
         self._schedule.restart_timer()
         is_preemption = self._schedule.preempted is not None
         arguments = {**arguments, "is_preemption": is_preemption}
-        return StepSave(self._root, arguments, self._on_commit, restores=self._restore_count)
-
-    def _on_commit(self, name: str) -> None:
-        """Start the prune and the copy that follow a commit; from any thread."""
-        if self._pruner is not None:
-            self._pruner.record_save(name)
-        if self._prunes:
-            self._prune_job.wake()
-        if self._mirror is not None:
-            self._mirror_job.wake()
-
-    def _fill_mirror(self, deadline: Deadline) -> None:
-        has_copied = True
-        try:
-            has_copied = self._mirror is not None and self._mirror.fill(deadline)
-        finally:
-            if has_copied and self._prunes:
-                # A checkpoint that was kept for its copy may be deleted now.
-                self._prune_job.wake()
-
-    def _prune(self, deadline: Deadline) -> None:
-        if self._pruner is not None:
-            self._pruner.prune(deadline)
+        return StepSave(
+            self._root, arguments, self._upkeep.record_save, restores=self._restore_count
+        )
 
     @property
     def saver(self) -> AsyncSaver:
@@ -371,10 +336,10 @@ class CheckpointManager:
     def resume_info(self) -> CheckpointInfo | None:
         """Return the checkpoint that `restore` would try first; all ranks call, and get the same.
 
-        Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks.
+        Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks. The call
+        counts as a restore: the caller may load that checkpoint.
         """
-        self._check_open()
-        self._meet()
+        self._begin_restore()
         return Resumer(self._ranks, self._roots).first()
 
     def restore(
@@ -414,10 +379,7 @@ class CheckpointManager:
         options = locals().copy()
         for name in ("self", "state", "step", "url", "check"):
             del options[name]
-        self._check_open()
-        # Counted before anything can fail, so that it is the same on every rank.
-        self._restore_count += 1
-        self._meet()
+        self._begin_restore()
         options |= {"process_group": self._process_group, "retry": self._retry}
         load_from = partial(load, state, timeout=self._timeouts, **options)
         resumer = partial(Resumer, self._ranks, self._roots, check=check)
@@ -428,6 +390,12 @@ class CheckpointManager:
             select = partial(select_step, self._roots, step)
             return resumer(selected=f"step {step}", select=select).run(load_from)
         return resumer().run(load_from)
+
+    def _begin_restore(self) -> None:
+        self._check_open()
+        # Counted before anything can fail, so that it is the same on every rank.
+        self._restore_count += 1
+        self._meet()
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: else different roots wait in vain."""
@@ -442,7 +410,7 @@ class CheckpointManager:
         self._has_met = True
 
     def delete(self, step: int) -> bool:
-        """Delete the checkpoint of a step, and its copy in the mirror; return if there was one.
+        """Delete the checkpoint of a step, and its copy in the mirror; return whether it existed.
 
         One rank calls it. Raises `CheckpointInProgressError` while this manager saves, loads or
         copies it, and what `ckpt_storage.delete` raises.
@@ -458,23 +426,16 @@ class CheckpointManager:
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()
-        if self._pruner is None:
-            raise InvalidInputError(
-                "This manager has no policy of retention.",
-                next_step="Pass keep=, such as keep=KeepLatest(3).",
-            )
-        if not self._ranks.is_coordinator:
-            return None
-        return self._pruner.prune(Deadline.of(self._timeouts, "commit"), dry_run=dry_run)
+        return self._upkeep.prune(dry_run=dry_run)
 
     @property
     def last_prune(self) -> PruneReport | None:
         """The report of this manager's last prune, None before the first."""
-        return None if self._pruner is None else self._pruner.last_report
+        return self._upkeep.last_prune
 
     def wait_pruned(self, timeout: float | None = None) -> bool:
         """Wait until the prune after the last save has ended; return whether it has."""
-        return self._prune_job.wait(self._timeouts.commit if timeout is None else timeout)
+        return self._upkeep.wait_pruned(timeout)
 
     def wait_mirrored(self, timeout: float | None = None) -> bool:
         """Wait until the mirror has all committed saves; on the coordinator.
@@ -482,8 +443,7 @@ class CheckpointManager:
         Return whether it has: False after `timeout` seconds, or if a copy failed, which is retried
         after the next save. Other ranks, and managers without a mirror, return True at once.
         """
-        limit_s = self._timeouts.commit if timeout is None else timeout
-        return self._mirror_job.wait(limit_s) and self._mirror_job.error is None
+        return self._upkeep.wait_mirrored(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then for mirror and pruning; restore signal handlers.
@@ -498,9 +458,7 @@ class CheckpointManager:
         with contextlib.ExitStack() as ending:
             ending.callback(self._ranks.close)
             ending.callback(self._notices.close)
-            ending.callback(self._prune_job.close, _CLOSE_S if timeout is None else timeout)
-            limit_s = self._timeouts.commit if timeout is None else timeout
-            ending.callback(self._mirror_job.close, limit_s)
+            ending.callback(self._upkeep.close, timeout)
             if self._saver is not None:
                 ending.callback(self._saver.close, timeout)
 

@@ -209,7 +209,7 @@ class KeepNewerThan(RetentionPolicy):
         kept = {}
         for candidate in candidates:
             if candidate.age_s is None:
-                kept[candidate.name] = f"{self}: the storage does not tell its age"
+                kept[candidate.name] = f"{self}: the storage does not report its age"
             elif candidate.age_s < self.age_s:
                 kept[candidate.name] = f"{self}: {candidate.age_s:.0f} s old"
         return kept
@@ -240,7 +240,7 @@ class KeepAny(RetentionPolicy):
 
 
 Keep = RetentionPolicy | Iterable[RetentionPolicy]
-"""One policy or several; kept is what any of them keeps."""
+"""A policy, or several: a checkpoint is kept if any of them keeps it."""
 
 
 def seconds_of(value: float | timedelta, *, what: str) -> float:

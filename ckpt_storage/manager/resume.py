@@ -57,8 +57,7 @@ class SkippedCheckpoint:
 class Restored:
     """The checkpoint that was loaded, and the newer ones that could not be, newest first.
 
-    `step` is 0 for a checkpoint of another root that neither recorded a step nor is named after
-    one.
+    `step` is 0 for a checkpoint of another root whose record and name have no step.
     """
 
     info: CheckpointInfo
@@ -77,7 +76,7 @@ class Resumer:
     """One restore on one rank, together with the others.
 
     By default of the newest checkpoint below `roots`. `select`, called where all ranks get its
-    error, returns the roots of one checkpoint and its name; `selected` says which in messages.
+    error, returns the roots of a checkpoint and its name; `selected` names it in messages.
     """
 
     def __init__(

@@ -47,8 +47,9 @@ T = TypeVar("T")
 
 
 class Root:
-    """The folders below one root; steps are those of names, or with `recorded_steps` of records.
+    """The folders below one root.
 
+    Steps are those of the names, or with `recorded_steps` those of the commit records.
     `in_use` are the names that this process uses.
     """
 
@@ -70,7 +71,7 @@ class Root:
         self._states: dict[str, FolderState] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
         self._slot_times_s: dict[tuple[str, str | None, int], float | None] = {}
-        self._verdicts: dict[tuple[str, str | None], bool] = {}
+        self._soundness: dict[tuple[str, str | None], bool] = {}
 
     def open(self, deadline: Deadline, name: str | None = None) -> Store:
         """Return the store at the root, or at one checkpoint."""
@@ -111,7 +112,7 @@ class Root:
         missing = [name for name in names if name not in states]
         reads = [partial(self.read_state, name, deadline) for name in missing]
         states |= zip(missing, self._run_all(reads, deadline), strict=True)
-        return {name: self._with_verdict(states[name]) for name in names}
+        return {name: self._with_soundness(states[name]) for name in names}
 
     def read_state(self, name: str, deadline: Deadline) -> FolderState:
         """Read the state of one folder. Raises `StorageError`, but not for a missing right."""
@@ -126,7 +127,7 @@ class Root:
         self.forget(name)
         if state.status in {"committed", "empty", "foreign"}:
             self._states[name] = state
-        return self._with_verdict(state)
+        return self._with_soundness(state)
 
     def _read(self, store: Store, state: FolderState) -> FolderState:
         slots, url = slotlog.read_log(store), state.url
@@ -150,8 +151,8 @@ class Root:
         is_empty = not paths or (paths == {f"{SAVES}/"} and not store.list(SAVES))
         return replace(state, status="empty" if is_empty else "uncommitted", slot=slots.last_slot)
 
-    def _with_verdict(self, state: FolderState) -> FolderState:
-        is_damaged = self._verdicts.get((state.name, state.save_id)) is False
+    def _with_soundness(self, state: FolderState) -> FolderState:
+        is_damaged = self._soundness.get((state.name, state.save_id)) is False
         return replace(state, is_damaged=is_damaged)
 
     def with_ages(
@@ -222,7 +223,7 @@ class Root:
 
         `deep` reads every byte, known or not.
         """
-        if self._verdicts.get((info.name, info.save_id)) and not deep:
+        if self._soundness.get((info.name, info.save_id)) and not deep:
             return True
         reason = "another save replaced it"
         try:
@@ -237,19 +238,19 @@ class Root:
 
     def record_sound(self, name: str, save_id: str | None) -> None:
         """Record that a checkpoint is sound."""
-        self._verdicts[name, save_id] = True
+        self._soundness[name, save_id] = True
 
     def record_damaged(self, info: CheckpointInfo, reason: str) -> None:
         """Record that a checkpoint is damaged: no policy counts it any more."""
         log.warning("%s is not counted as a checkpoint: %s", info.url, reason)
         if info.save_id is not None:
-            self._verdicts[info.name, info.save_id] = False
+            self._soundness[info.name, info.save_id] = False
 
     def damaged_ids(self, name: str) -> frozenset[str]:
         """Return the saves under a name that are known to be damaged."""
         return frozenset(
             save_id
-            for (folder, save_id), is_sound in self._verdicts.copy().items()
+            for (folder, save_id), is_sound in self._soundness.copy().items()
             if folder == name and save_id and not is_sound
         )
 

@@ -16,10 +16,10 @@ from .early_rendezvous import EarlyRendezvous
 from .notices import PreemptionNotices
 
 _POLL_S = 0.25
-"""How often a rank calls the hook, and reads by one request whether a rank wants a meeting."""
+"""How often a rank calls the hook, and reads whether a rank wants a meeting, by one request."""
 
 _REQUEST_S = 10.0
-"""How long such a request may take."""
+"""How long a request about meetings may take."""
 
 
 class Schedule:
@@ -85,7 +85,7 @@ class Schedule:
         return self._answer
 
     def _meet_if_agreed(self, step: int, notice: str | None) -> None:
-        """Meet if the ranks agreed on this turn; request a meeting if this rank needs one."""
+        """Meet if the ranks agreed on this turn; request a meeting if this rank wants it."""
         has_news = notice is not None and self.preempted is None
         wants_meeting = has_news or (self._ranks.is_coordinator and self._is_time_over())
         try:
@@ -126,4 +126,4 @@ class Schedule:
 
 
 def _operation_at(step: int) -> str:
-    return f"the look whether to save at step {step}"
+    return f"the decision whether to save at step {step}"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_storage.background.handle import SaveHandle, SaveState
+from ckpt_storage.background.handle import SaveHandle
+from ckpt_storage.background.save_state import SaveState
 from ckpt_storage.background.saver import AsyncSaver
 from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.group import RankGroup

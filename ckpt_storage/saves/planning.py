@@ -21,15 +21,18 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from ckpt_storage.coordination.failures import spell_ranks
+from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.names import DTYPES
+from ckpt_storage.loads.placing import is_hollow
 from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
 from .replicas import LocalSample, sample_of
 from .saveplanner import BoxSavePlanner
+
+_RENAME_KEY = "Names are joined by dots, and keys are spelt as text: rename one key."
 
 Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
 """Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
@@ -168,6 +171,8 @@ class LocalPlan:
         chosen: Any = planner or BoxSavePlanner()
         structure = None
         with naming_refused(state):
+            if getattr(chosen, "flatten_state_dict", False):
+                _check_keys(state)
             # DCP added it later; a planner may be older.
             if "storage_meta" in inspect.signature(chosen.set_up_planner).parameters:
                 meta = StorageMeta(checkpoint_id=url)
@@ -248,8 +253,35 @@ def _check_bytes(fqn: str, data: TensorWriteData) -> None:
 
 
 def _refusal(fqn: str, reason: str) -> InvalidInputError:
-    told = f"{fqn} cannot be saved: {reason}."
-    return InvalidInputError(told, phase="plan", next_step=MAKE_PLAIN)
+    message = f"{fqn} cannot be saved: {reason}."
+    return InvalidInputError(message, phase="plan", next_step=MAKE_PLAIN)
+
+
+def _check_keys(value: object, prefix: str = "") -> None:
+    """Raise `InvalidInputError` for two keys of a dict that flattening gives the same name.
+
+    Flattening merges dicts under `0` and `"0"` silently. A dict without a value has no name.
+    """
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            if isinstance(item, Mapping | list):
+                _check_keys(item, f"{prefix}{number}.")
+    elif isinstance(value, Mapping):
+        keys: dict[str, object] = {}
+        for key, item in value.items():
+            if is_hollow(item):
+                continue
+            name = str(key)
+            if name in keys:
+                raise InvalidInputError(
+                    f"{prefix}{name} cannot be saved: two values of the state have this name, "
+                    f"those of the keys {keys[name]!r} and {key!r} of one dict.",
+                    phase="plan",
+                    next_step=_RENAME_KEY,
+                )
+            keys[name] = key
+            if isinstance(item, Mapping | list):
+                _check_keys(item, f"{prefix}{name}.")
 
 
 @contextmanager
@@ -261,17 +293,17 @@ def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
         raise
     except RecursionError as error:
         circle = _circle_in(state, frozenset({id(state)}))
-        told = "The state cannot be saved: it is nested too deeply."
+        message = "The state cannot be saved: it is nested too deeply."
         if circle is not None:
-            told = f"{circle} cannot be saved: it is a container that holds itself."
-        raise InvalidInputError(told, phase="plan", next_step="Break the circle.") from error
+            message = f"{circle} cannot be saved: it is a container that holds itself."
+        raise InvalidInputError(message, phase="plan", next_step="Break the circle.") from error
     except Exception as error:
         double = _double_name_in(state)
         if double is not None:
             raise InvalidInputError(
                 f"{double} cannot be saved: two values of the state have this name.",
                 phase="plan",
-                next_step="Names are joined by dots, and keys are spelt as text: rename one key.",
+                next_step=_RENAME_KEY,
             ) from error
         for fqn, tensor in named_tensors(state, ""):
             reason = fault_of(tensor) or _failure_alone(fqn, tensor)

@@ -66,9 +66,11 @@ class Answer:
 class RankSave:
     """The steps of one save on one rank.
 
-    `propose`, then on the coordinator `decide`, then `accept`; once more from the beginning where
-    `accept` returns None. Then `write`, and on the coordinator `commit`. With `packs`, values for
-    other ranks are pickled bytes in arguments and results, which the caller does not unpickle.
+    `propose`, then on the coordinator `decide`, then `accept`; again from `propose` each time that
+    `accept` returns None: once for the samples of replicated values that differ, once for the plans
+    where cached plans cannot be used. Then `write`, and on the coordinator `commit`. With `packs`,
+    values for other ranks are pickled bytes in arguments and results, which the caller does not
+    unpickle.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_storage.coordination.failures import spell_ranks
+from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.loads.tensors import PLAIN, parts_of

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import resolution_steps
-from ckpt_storage.coordination.failures import as_checkpoint_errors, redacted_url
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import UndecidedError
@@ -41,6 +41,7 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
+from ckpt_storage.store import redacted_url
 
 from .options import Chained, SaveOptions
 from .outcome import Cause, Stage, outcome_of

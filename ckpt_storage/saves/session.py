@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -48,7 +49,7 @@ from .groups import SharedItems, choose_groups, split_plan
 from .items import Items, planned_bytes
 from .options import SaveOptions
 from .replicas import Difference, settle_differences
-from .shardfile import Item, WrittenShard, write_shard
+from .shardfile import Item, ShardFileWriter, WrittenShard, write_shard
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
@@ -222,7 +223,7 @@ class SaveSession:
         store, options = self._store.bounded(deadline), self.options
         with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
-            shards, known, unsafe = list[WrittenShard](), Vocabulary(), dict[str, str]()
+            shards, unsafe = list[WrittenShard](), dict[str, str]()
             plans = split_plan(plan, ticket.groups)
             if plans:
                 deadline.watch.expect(byte_count)
@@ -238,24 +239,40 @@ class SaveSession:
                         store, save_id, [*plans.values()], items, unsafe, on_bytes, deadline
                     )
             self._warn_of(unsafe, save_id)
-            files = [shard.numbered(known) for shard in shards]
-            manifest = RankManifest(
-                save_id=save_id,
-                rank=self.rank,
-                world_size=ticket.world_size,
-                fqns=list(known.fqns),
-                dtypes=list(known.dtypes),
-                boxes=list(known.boxes),
-                files=files,
-                unsafe=unsafe,
-                host=socket.gethostname(),
-                pid=os.getpid(),
+            groups = tuple(plans) if ticket.groups else ()
+            return self._put_manifest(
+                store, ticket, shards, unsafe=unsafe, ties=ties, groups=groups
             )
-            document = seal(manifest.to_body())
-            path = rank_manifest_path(manifest.save_id, self.rank)
-            store.put(path, document)
+
+    def _put_manifest(
+        self,
+        store: Store,
+        ticket: SaveTicket,
+        shards: Sequence[WrittenShard],
+        *,
+        unsafe: Mapping[str, str] = MappingProxyType({}),
+        ties: Mapping[str, str] = MappingProxyType({}),
+        groups: tuple[str, ...] = (),
+    ) -> RankReport:
+        """Write the rank manifest of shard files; return the report of this rank."""
+        known = Vocabulary()
+        files = [shard.numbered(known) for shard in shards]
+        manifest = RankManifest(
+            save_id=ticket.save_id,
+            rank=self.rank,
+            world_size=ticket.world_size,
+            fqns=list(known.fqns),
+            dtypes=list(known.dtypes),
+            boxes=list(known.boxes),
+            files=files,
+            unsafe=unsafe,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        document = seal(manifest.to_body())
+        path = rank_manifest_path(manifest.save_id, self.rank)
+        store.put(path, document)
         ref = FileRef.of(path, document)
-        groups = tuple(plans) if ticket.groups else ()
         with_places = ticket.with_places
         return RankReport.of(manifest, ref, with_places=with_places, ties=ties, groups=groups)
 
@@ -314,6 +331,38 @@ class SaveSession:
                 shared.stop()
                 raise
         return [shards[index] for index in range(len(plans))]
+
+    # Files that are written piece by piece.
+
+    def begin_writing(self, ticket: SaveTicket) -> Deadline:
+        """Begin to write shard files in place of `write`; return the deadline of the phase."""
+        self._ticket = ticket
+        return self._phase("write")
+
+    def open_shard(
+        self, ticket: SaveTicket, number: int, deadline: Deadline, *, planned_bytes: int
+    ) -> tuple[str, ShardFileWriter]:
+        """Return the path of this rank's shard file of a number, and its writer."""
+        store = self._store.bounded(deadline)
+        options = self.options.transfer(store.capabilities)
+        path = shard_path(ticket.save_id, self.rank, number)
+        writer = ObjectWriter(
+            store,
+            path,
+            options=options,
+            planned_bytes=planned_bytes,
+            deadline=deadline,
+            on_bytes=lambda _: None,
+        )
+        return path, ShardFileWriter(writer, options.block_bytes)
+
+    def end_writing(
+        self, ticket: SaveTicket, shards: Sequence[WrittenShard], deadline: Deadline
+    ) -> RankReport:
+        """Write the rank manifest of shard files; durable on return."""
+        store = self._store.bounded(deadline)
+        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+            return self._put_manifest(store, ticket, shards)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
         """Yield the items; note the values that `load` will refuse, or raise at them."""

@@ -55,6 +55,7 @@ class ShardFileWriter:
         self._gathered_bytes = 0
         # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
         self._crcs: list[int] = []
+        self._rows: list[_Row] = []
         self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
@@ -118,9 +119,45 @@ class ShardFileWriter:
         self._writer.complete()
         return self.position, combine_many(self._crcs, self._lengths)
 
+    def append(self, item: Item) -> None:
+        """Append one item."""
+        self.frame(_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES])
+        start, length, box, tail = self.position, item.payload_bytes, None, b""
+        if item.dtype is not None:
+            box = Box(item.offsets, item.sizes)
+            head, tail = tensor_envelope(item.dtype, item.sizes)
+            self.frame(head)
+        payload_start = self.position
+        views = item.views(self.part_bytes)
+        if length <= self.small_bytes:
+            self.small_payload(b"".join(views))
+        else:
+            self.payload(map(memoryview, views))
+        actual_length = self.position - payload_start
+        if actual_length != length:
+            raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
+        if tail:
+            self.frame(tail)
+        place = (start, self.position - start, payload_start, length)
+        self._rows.append((item.fqn, item.dtype, box, place))
+
+    def complete(self, path: str) -> WrittenShard:
+        """Finish the file, which has an item at least; return what it holds."""
+        size_bytes, crc32c = self.finish()
+        return WrittenShard(
+            file=self, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=self._rows
+        )
+
     def abort(self) -> None:
         """Discard everything; idempotent. Raises `StorageError` if that fails."""
         self._writer.abort()
+
+    def abort_after(self, error: BaseException) -> None:
+        """Discard everything because of `error`, which notes a failure to do so; idempotent."""
+        try:
+            self.abort()
+        except StorageError as failure:
+            error.add_note(f"Discarding the upload failed too: {failure}")
 
 
 _Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
@@ -160,38 +197,12 @@ def write_shard(
     deadline: Deadline,
 ) -> WrittenShard:
     """Write `items`, one at least, to a shard file; after any error no upload stays open."""
-    file, rows = ShardFileWriter(writer, block_bytes), list[_Row]()
+    file = ShardFileWriter(writer, block_bytes)
     try:
         for item in items:
-            rows.append(_written(file, item))
+            file.append(item)
             deadline.check(f"Writing {path}")
-        size_bytes, crc32c = file.finish()
+        return file.complete(path)
     except BaseException as error:
-        try:
-            file.abort()
-        except StorageError as failure:
-            error.add_note(f"Discarding the upload failed too: {failure}")
+        file.abort_after(error)
         raise
-    return WrittenShard(file=file, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=rows)
-
-
-def _written(file: ShardFileWriter, item: Item) -> _Row:
-    """Append one item; return its row."""
-    file.frame(_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES])
-    start, length, box, tail = file.position, item.payload_bytes, None, b""
-    if item.dtype is not None:
-        box = Box(item.offsets, item.sizes)
-        head, tail = tensor_envelope(item.dtype, item.sizes)
-        file.frame(head)
-    payload_start = file.position
-    views = item.views(file.part_bytes)
-    if length <= file.small_bytes:
-        file.small_payload(b"".join(views))
-    else:
-        file.payload(map(memoryview, views))
-    actual_length = file.position - payload_start
-    if actual_length != length:
-        raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
-    if tail:
-        file.frame(tail)
-    return item.fqn, item.dtype, box, (start, file.position - start, payload_start, length)

@@ -309,14 +309,18 @@ def _list_weights(
         if GUARD_NAME in sizes:
             raise in_progress(store.url)
         return None, weights
-    weight_map = _read_index(store)
-    listed = sorted(set(weight_map.values()))
-    if missing := [name for name in listed if name not in weights]:
-        if GUARD_NAME in sizes:
-            raise in_progress(store.url)
-        what = f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing."
-        raise _damaged(what, missing[0])
-    return weight_map, listed
+
+    def read() -> dict[str, str]:
+        weight_map = _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data)
+        if missing := sorted({*weight_map.values()}.difference(weights)):
+            if GUARD_NAME in sizes:
+                raise in_progress(store.url)
+            what = f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing."
+            raise _damaged(what, missing[0])
+        return weight_map
+
+    weight_map = read_twice(store, INDEX_NAME, read)
+    return weight_map, sorted(set(weight_map.values()))
 
 
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
@@ -339,13 +343,6 @@ def in_progress(url: str) -> CheckpointInProgressError:
         phase="load",
         next_step="Wait for the consolidation, conversion or copy, or call it again: it goes on.",
     )
-
-
-def _read_index(store: Store) -> dict[str, str]:
-    def read() -> dict[str, str]:
-        return _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data)
-
-    return read_twice(store, INDEX_NAME, read)
 
 
 def _weight_map_of(store: Store, data: bytes) -> dict[str, str]:

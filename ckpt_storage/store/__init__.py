@@ -16,7 +16,7 @@ from .backend import (
     Settings,
     ShortReadError,
 )
-from .location import Location, anchored, endpoint_of
+from .location import Location, anchored, endpoint_of, redacted_url
 from .registry import open_store, register_backend
 from .threads import moved as report_progress
 
@@ -37,6 +37,7 @@ __all__ = [
     "anchored",
     "endpoint_of",
     "open_store",
+    "redacted_url",
     "register_backend",
     "report_progress",
 ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .redaction import without_password
@@ -185,6 +185,14 @@ def anchored(url: str | os.PathLike[str]) -> str:
     """
     location = Location.of(url)
     return location.target if location.is_local else os.fspath(url)
+
+
+def redacted_url(url: object) -> str:
+    """Return a user's `url` for messages, without credentials, whatever was passed."""
+    try:
+        return Location.of(url).url  # type: ignore[arg-type]  # it raises for all else
+    except CheckpointError:
+        return "a place that cannot be used"
 
 
 def address_of(location: Location) -> str:

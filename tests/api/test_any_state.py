@@ -45,11 +45,9 @@ plain = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=6),
-    # Empty bytes beside a tensor in a tuple are saved with a warning, and refused by a load.
-    st.binary(min_size=1, max_size=6),
+    st.binary(max_size=6),
 )
-# 0 and "0" in one dict are not told apart yet: docs/save.md.
-keys = st.one_of(st.text(st.sampled_from("ab. /"), max_size=3), st.integers(-1, 3))
+keys = st.one_of(st.text(st.sampled_from("ab. /01"), max_size=3), st.integers(-1, 3))
 
 
 def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -92,8 +92,9 @@ def test_a_torchscript_archive_is_refused(tmp_path: Path) -> None:
     check_refused(rewritten(path, add), tmp_path / "out")
 
 
-def test_a_record_that_reaches_into_the_next_is_refused(tmp_path: Path) -> None:
-    """The directory of the zip may not say that a record is longer than its place."""
+@pytest.mark.parametrize(("stored", "size"), [(4 * 300, 4 * 300), (4 * 4, 4 * 8)])
+def test_a_record_with_a_wrong_length_is_refused(tmp_path: Path, stored: int, size: int) -> None:
+    """One that reaches into the next; one that is not compressed, yet stored in fewer bytes."""
     path = tmp_path / "model.pt"
     torch.save({"w": View(torch.ones(8), 0, 8), "behind": torch.full((64,), 7.0)}, path)
     data = bytearray(path.read_bytes())
@@ -105,7 +106,7 @@ def test_a_record_that_reaches_into_the_next_is_refused(tmp_path: Path) -> None:
         lengths = struct.unpack_from("<3H", data, at + 28)
         struct.pack_into("<I", data, at + 16, 0)
         if data[at + 46 : at + 46 + lengths[0]].decode() == info.filename:
-            struct.pack_into("<2I", data, at + 20, 4 * 300, 4 * 300)
+            struct.pack_into("<2I", data, at + 20, stored, size)
         at += 46 + sum(lengths)
     path.write_bytes(data)
     with pytest.raises((errors.FormatError, errors.IntegrityError)):

@@ -85,3 +85,61 @@ def test_a_file_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing-here"):
         consolidate(tmp_path / "run", extra_files=tmp_path / "nothing-here", dtype=torch.float16)
     assert files_in(tmp_path) == before
+
+
+ADAPTER = "adapter_model{suffix}.safetensors"
+DIFFUSERS = "diffusion_pytorch_model{suffix}.safetensors"
+
+
+def weights_in(folder: Path) -> list[str]:
+    """Return the names of the weight files and indexes of an export."""
+    return sorted(path.name for path in folder.glob("*.safetensors*"))
+
+
+@pytest.mark.parametrize("is_entry", [True, False])
+def test_weights_beside_the_configuration_of_an_adapter_have_its_names(
+    tmp_path: Path, *, is_entry: bool
+) -> None:
+    """An entry of the checkpoint and a file of the caller both make an export of one file."""
+    name = "adapter_config.json"
+    state: dict[str, Any] = {"model": {f"{at}": torch.ones(999) * at for at in range(3)}}
+    state |= {"files": {name: as_entry(CONFIG)}} if is_entry else {}
+    ckpt_storage.save(state, tmp_path)
+    consolidate(tmp_path, extra_files={} if is_entry else {name: CONFIG}, max_file_bytes=5000)
+    names = ["adapter_model.safetensors", "model.safetensors.index.json"]
+    assert weights_in(tmp_path / "hf") == names
+    assert beside(tmp_path / "hf").keys() == {name, names[0]}
+
+
+def test_several_files_have_the_index_where_their_library_looks(tmp_path: Path) -> None:
+    """Another export takes their place, whatever its names; nothing of the first stays."""
+    state = {str(at): torch.ones(999) * at for at in range(2)}
+    ckpt_storage.save({"model": state}, tmp_path)
+    consolidate(tmp_path, filename_pattern=DIFFUSERS, max_file_bytes=5000)
+    pair = [f"diffusion_pytorch_model-0000{at}-of-00002.safetensors" for at in (1, 2)]
+    indexes = [f"{name}.safetensors.index.json" for name in ("diffusion_pytorch_model", "model")]
+    assert weights_in(tmp_path / "hf") == [*pair, *indexes]
+    assert len({(tmp_path / "hf" / name).read_bytes() for name in indexes}) == 1
+    assert ckpt_storage.verify(tmp_path).ok
+    consolidate(tmp_path, filename_pattern=ADAPTER)
+    assert weights_in(tmp_path / "hf") == ["adapter_model.safetensors", indexes[1]]
+    consolidate(tmp_path)
+    assert weights_in(tmp_path / "hf") == ["model.safetensors", indexes[1]]
+    assert ckpt_storage.verify(tmp_path).ok
+
+
+def test_a_deletion_takes_the_files_of_every_library(tmp_path: Path) -> None:
+    """Nothing of an export with names of diffusers stays."""
+    ckpt_storage.save({str(at): torch.ones(999) * at for at in range(2)}, tmp_path / "run")
+    consolidate(tmp_path / "run", filename_pattern=DIFFUSERS, max_file_bytes=5000)
+    assert ckpt_storage.delete(tmp_path / "run")
+    assert not (tmp_path / "run/hf").exists()
+
+
+def test_an_adapter_of_several_files_is_refused(tmp_path: Path) -> None:
+    """PEFT reads one file."""
+    ckpt_storage.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path)
+    with pytest.raises(InvalidInputError, match="one file"):
+        consolidate(tmp_path, filename_pattern=ADAPTER, fqn_to_index_mapping={"a": 1, "b": 2})
+    with pytest.raises(InvalidInputError, match="filename_pattern"):
+        consolidate(tmp_path, filename_pattern="weights{suffix}.safetensors")

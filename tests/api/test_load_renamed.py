@@ -119,6 +119,21 @@ def test_a_manager_restores_under_other_names(tmp_path: Path) -> None:
     assert target["x"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("value", [None, {"a": [torch.zeros(2), 0], "b": ""}])
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["ours", "torch's"])
+def test_a_value_of_a_rank_loads_under_another_name(
+    tmp_path: Path, planner: Any, value: Any
+) -> None:
+    """A `PerRank` takes its structure from the checkpoint under a new name, with a value or not."""
+    saved = {"a": [seeded(1, 2), 3], "b": "x"}
+    ckpt_storage.save({"rng": ckpt_storage.PerRank(saved), "w": seeded(2, 3)}, tmp_path)
+    target = {"t": {"seed": ckpt_storage.PerRank(value)}, "w": torch.zeros(3)}
+    ckpt_storage.load(
+        target, tmp_path, rename=lambda name: name.replace("rng", "t.seed"), planner=planner
+    )
+    assert dcp_cases.same(target["t"]["seed"].value, saved)  # type: ignore[index]  # a dict
+
+
 @on_ranks()
 def test_each_rank_may_have_its_own_names(rank: int, tmp_path: Path) -> None:
     """Two pipeline stages number their layers from 0: each rank loads its own layers."""

@@ -327,10 +327,10 @@ def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_save_is_known_by_its_step_and_by_the_restores_before_it(
+def test_the_identity_of_a_save_has_its_step_and_the_restores_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_background: bool
 ) -> None:
-    """Restores that fail count, as all ranks begin them; a step of any integer type is a number."""
+    """`resume_info` and a restore that fails count: a load may follow, and all ranks begin it."""
     known: list[tuple[Any, Any]] = []
     make = SaveOptions.of
 
@@ -353,9 +353,10 @@ def test_a_save_is_known_by_its_step_and_by_the_restores_before_it(
         with pytest.raises(errors.CheckpointNotFoundError):
             manager.restore(cases.blank(), step=9)
         save(2)
+        assert manager.resume_info() is not None
         with pytest.raises(errors.InvalidInputError):
             save(-1)
-    assert known == [(1, 1), (2, 3), (None, 3)]
+    assert known == [(1, 1), (2, 3), (None, 4)]
     assert [type(step) for step, _ in known] == [int, int, type(None)]
 
 

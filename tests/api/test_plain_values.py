@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import dcp_cases
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, CheckpointError
+from ckpt_storage import AsyncSaver, InvalidInputError
 
 
 def _by_dcp(state: dict[str, Any], path: Path) -> None:
@@ -138,7 +141,66 @@ def test_stock_dcp_stores_whole_storages_of_views(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.distcp")) > 1 << 22
 
 
-def test_two_keys_of_one_spelling_are_refused_by_name(tmp_path: Path) -> None:
-    """An int key and a text of the same spelling cannot both be stored."""
-    with pytest.raises(CheckpointError, match=r"m\.5"):
-        ckpt_storage.save({"m": {5: 1, "5": 2}}, tmp_path)
+SAME_SPELLING: dict[str, tuple[dict[Any, Any], str]] = {
+    "leaves": ({5: 1, "5": 2}, "m.5"),
+    "containers": ({5: {"a": 1}, "5": {"b": 2}}, "m.5"),
+    "a leaf and a container": ({5: 1, "5": {"b": 2}}, "m.5"),
+    "tensors": ({5: [torch.ones(1)], "5": {"b": torch.ones(1)}}, "m.5"),
+    "in a list": ({"l": [{True: {"a": 1}, "True": {"b": 2}}]}, "m.l.0.True"),
+}
+
+
+def _by_manager(state: dict[str, Any], path: Path) -> None:
+    with ckpt_storage.CheckpointManager(path) as manager:
+        manager.save(1, state)
+
+
+@pytest.mark.parametrize("kind", SAME_SPELLING)
+@pytest.mark.parametrize("save", [_by_us, _in_thread, _by_manager])
+def test_two_keys_of_one_spelling_are_refused_by_name(tmp_path: Path, kind: str, save: Any) -> None:
+    """An int key and a text of the same spelling cannot both be stored; nothing is committed."""
+    value, name = SAME_SPELLING[kind]
+    with pytest.raises(InvalidInputError, match=rf"^{re.escape(name)} cannot be saved: two values"):
+        save({"m": value}, tmp_path)
+    assert ckpt_storage.list_checkpoints(tmp_path) == []
+
+
+def test_torch_merges_dicts_of_one_spelling_before_a_writer_sees_them(tmp_path: Path) -> None:
+    """Under `dcp.save` the planner's names and paths are those of one dict: no error."""
+    _by_dcp({"m": {5: {"a": 1}, "5": {"b": 2}}}, tmp_path)
+    with ckpt_storage.open_checkpoint(tmp_path) as opened:
+        assert sorted(opened) == ["m.5.a", "m.5.b"]
+
+
+def test_an_empty_dict_beside_another_of_its_spelling_is_saved(tmp_path: Path) -> None:
+    """A dict that holds no value has no name, so its key may be spelt like another."""
+    state: dict[str, Any] = {"m": {5: {}, "5": {"b": 2}}}
+    ckpt_storage.save(state, tmp_path, sync_files=False)
+    target: dict[str, Any] = {"m": {5: {}, "5": {"b": 0}}}
+    ckpt_storage.load(target, tmp_path)
+    assert target == state
+
+
+def test_two_targets_of_one_spelling_are_refused_by_name(tmp_path: Path) -> None:
+    """A target with both keys is refused with both named."""
+    ckpt_storage.save({"m": {5: 1}}, tmp_path, sync_files=False)
+    with pytest.raises(InvalidInputError, match=r"'m\.5'.*\['m', 5\] and \['m', '5'\]"):
+        ckpt_storage.load({"m": {5: 0, "5": 0}}, tmp_path)
+
+
+@each_save
+@each_load
+def test_bytes_beside_a_tensor_in_a_tuple_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, save: Any, load: Any
+) -> None:
+    """Torch's own restricted unpickler knows no empty bytes; they are saved without a warning."""
+    state: dict[str, Any] = {"pair": (b"", torch.ones(2)), "rng": (np.arange(3.0), torch.ones(1))}
+    with caplog.at_level(logging.WARNING, "ckpt_storage"):
+        save(state, tmp_path)
+    assert not [record for record in caplog.records if record.name == "ckpt_storage"]
+    load(target := {"pair": None, "rng": None}, tmp_path)
+    assert same(target["pair"], state["pair"])
+    assert np.array_equal(target["rng"][0], state["rng"][0])
+    ckpt_storage.convert(tmp_path, tmp_path / "out.pt", to="torch_save")
+    exported = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert same(exported["pair"], state["pair"])

@@ -26,7 +26,7 @@ from prune_cases import name_of
 import ckpt_storage
 from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, verify
 from ckpt_storage.commit.deletion import delete
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.manager.mirror import Mirror
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import KeepLatest

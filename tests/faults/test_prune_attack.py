@@ -12,7 +12,7 @@ from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, committed
 from fault_tools import each_fault
 
 from ckpt_storage.errors import CheckpointError, CommitConflictError
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.policies import KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.manager.prune import Pruner

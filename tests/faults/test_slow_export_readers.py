@@ -18,7 +18,7 @@ import torch
 from fault_tools import Opener
 
 import ckpt_storage
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend
 from ckpt_storage.testing.faults import FaultBackend

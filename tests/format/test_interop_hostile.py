@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from copy_cases import make
 from damage_cases import load_failure
 from dcp_cases import Call, seeded
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -276,6 +278,8 @@ def test_the_forgeries_below_differ_from_the_real_thing_in_one_place() -> None:
     assert np.array_equal(pickle.loads(forged), np.zeros(1))
 
 
+NO_HOOKS: OrderedDict[int, object] = OrderedDict()
+
 FORGERIES: dict[str, object] = {
     "another function": Call(print, ("x",)),
     "object array": np.array([None]),
@@ -297,7 +301,39 @@ FORGERIES: dict[str, object] = {
     "array called": Call(np.ndarray, ((1,),)),
     "scalar of an object": Call(_scalar, (dtype_call("O"), [1])),
     "bytes called": Call(bytes, (1 << 40,)),
+    "storage called": Call(torch.FloatStorage, (1 << 40,)),
+    "tensor without a storage": Call(_rebuild_tensor_v2, ([1], 0, (1,), (1,), False, NO_HOOKS)),
+    "parameter of no tensor": Call(_rebuild_parameter, (1, False, NO_HOOKS)),
+    "parameter of an array": Call(_rebuild_parameter, (array_call(dtype_call()), False, NO_HOOKS)),
 }
+
+
+def in_archive(value: object) -> bytes:
+    """Return the pickle in what `torch.save` writes for a value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return zipfile.ZipFile(file).read("archive/data.pkl")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (b"", torch.ones(2), torch.ones(0, dtype=torch.uint16)),
+        [np.arange(3), {"p": torch.nn.Parameter(torch.ones(2)[:1])}],
+    ],
+)
+def test_tensors_beside_plain_values_pass(value: object) -> None:
+    """A tensor's pickle names its storage and runs nothing; so does a parameter's."""
+    assert is_inert_with_numpy(in_archive(value))
+
+
+def test_a_tensor_with_hooks_is_refused() -> None:
+    """A hook, also one that is added after the tensor was made, is no inert value."""
+    whole = in_archive(torch.ones(1))
+    mark = b"ccollections\nOrderedDict\n"
+    at = whole.index(b")R", whole.index(mark)) + 2
+    assert is_inert_with_numpy(whole)
+    assert not is_inert_with_numpy(whole[:at] + b"K\x01cnumpy\ndtype\ns" + whole[at:])
 
 
 @pytest.mark.parametrize("name", FORGERIES)

@@ -13,7 +13,7 @@ import torch
 import ckpt_storage
 from ckpt_storage import ConsolidationError
 from ckpt_storage.export import folder as folders
-from ckpt_storage.format.exports import HOLDER_PATH, Holder
+from ckpt_storage.format.exports import GUARD, GUARD_NAME, HOLDER_PATH, Holder
 from ckpt_storage.format.names import INDEX_NAME
 
 
@@ -43,3 +43,21 @@ def test_an_overtaken_run_publishes_nothing(
     assert not index.exists() or b'"w"' not in index.read_bytes()
     if moment == "check_unchanged":
         assert not list(output.glob("model*.safetensors"))
+
+
+def test_the_guard_of_a_removal_does_not_outlive_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removal puts its guard after an export of one file has looked; the export deletes it."""
+    source, output = tmp_path / "run", tmp_path / "out"
+    ckpt_storage.save({"w": torch.ones(8)}, source)
+    ckpt_storage.consolidate(source, output)
+    hold = folders.ExportFolder.hold
+
+    def hold_beside_a_removal(*arguments: Any) -> Any:
+        (output / GUARD_NAME).write_bytes(GUARD)
+        return hold(*arguments)
+
+    monkeypatch.setattr(folders.ExportFolder, "hold", hold_beside_a_removal)
+    ckpt_storage.consolidate(source, output, dtype="float16")
+    assert not (output / GUARD_NAME).exists()

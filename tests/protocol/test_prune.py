@@ -21,7 +21,7 @@ from ckpt_storage import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, Retenti
 from ckpt_storage.commit.publishing import is_foreign
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import FormatError, PhaseTimeoutError, StorageError
-from ckpt_storage.export.folder import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import Candidate, KeepAny
 from ckpt_storage.manager.prune import Pruner
@@ -160,7 +160,7 @@ def test_where_no_times_are_told_what_goes_by_age_stays() -> None:
     store = at_times(tools.DictStore(tools.Disk(), backend=Timeless), 1, 2, 3)
     report = prune(store, KeepNewerThan(0))
     assert [one.step for one in report.kept] == [1, 2, 3]
-    assert "does not tell its age" in report.kept[0].reasons[0]
+    assert "does not report its age" in report.kept[0].reasons[0]
     assert prune(store, KeepLatest(2)).deleted == (name_of(1),)
     store.disk.clock_s += 8 * tools.DAY_S
     assert prune(store, KeepLatest(2)).failed == {}

@@ -169,6 +169,25 @@ def test_an_export_made_while_its_source_is_saved_again_is_not_published(
         assert {float(opened[name][-1]) for name in opened} == {2.0}
 
 
+def test_a_torch_file_of_two_saves_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source is looked at once more when all is read; the file is not there before that."""
+    source, target = tmp_path / "source", tmp_path / "model.pt"
+    stock(source, {"a": 1})
+    again = _once(lambda: stock(source, {"a": 2}))
+    run = ranges.RangeReader.run
+
+    def read_then_save(*arguments: Any, **options: Any) -> None:
+        run(*arguments, **options)
+        again()
+
+    monkeypatch.setattr(ranges.RangeReader, "run", read_then_save)
+    with pytest.raises(errors.CheckpointGoneError, match="written again"):
+        convert(source, target, to="torch_save")
+    assert not target.exists()
+
+
 SEVERAL, ONE = 60_000, 10_000_000
 """`max_file_bytes` that make several weight files of a model, and one."""
 

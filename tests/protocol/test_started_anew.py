@@ -172,7 +172,7 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
     ):
         assert isinstance(error, PhaseTimeoutError)
         assert error.rank == 1
-        assert "Rank 1 of the group's 3 has not come" in str(error)
+        assert "Rank 1 of the group's 3 has not arrived" in str(error)
 
     def body(one: RankGroup) -> Any:
         if one.rank == 1:

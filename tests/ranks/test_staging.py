@@ -113,7 +113,7 @@ def test_the_same_elements_are_copied_once() -> None:
     }
     with contextlib.closing(Arenas("shared")) as arenas:
         staged = copied(state, arenas)
-        arenas.give_back(staged.arena)
+        arenas.release(staged.arena)
         del state["subclass"]  # a plan with one is not kept
         first, again = copied(state, arenas), copied(state, arenas)
         assert first.arena is staged.arena
@@ -150,17 +150,17 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
             assert_holds(tmp_path / f"{step}", state, [load], unsafe_pickle=True)
 
 
-@pytest.mark.parametrize("name", ["take and give back", "close"])
+@pytest.mark.parametrize("name", ["acquire and release", "close"])
 def test_arenas_may_be_used_in_the_middle_of_a_call(name: str) -> None:
     """A finalizer or a signal handler that uses or closes them there neither hangs nor leaks."""
     arenas = Arenas("shared")
     made: list[Arena] = []
 
     def use() -> None:
-        made.append(arena := arenas.take(1))
-        arenas.give_back(arena)
+        made.append(arena := arenas.acquire(1))
+        arenas.release(arena)
 
-    interrupt_each_line(use, use if name.startswith("take") else arenas.close)
+    interrupt_each_line(use, use if name.startswith("acquire") else arenas.close)
     arenas.close()
     assert {arena.file for arena in made} == {None}
 
@@ -178,24 +178,24 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
     """A state larger than the address space is refused with the phase; others can be staged."""
     with contextlib.closing(Arenas()) as arenas:
         with pytest.raises(CheckpointError, match="host memory") as caught:
-            arenas.take(1 << 60)
+            arenas.acquire(1 << 60)
         assert caught.value.phase == "stage"
-        assert arenas.take(1).size_bytes > 0
+        assert arenas.acquire(1).size_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeCuda) -> None:
     """An arena is registered at the first need, and unregistered when its last view dies."""
     with contextlib.closing(Arenas(kind)) as arenas:
-        arena = arenas.take(MIB)
+        arena = arenas.acquire(MIB)
         assert cuda.calls == []
         arena.pin(DEVICE)
         arena.pin(DEVICE)
         assert cuda.calls == ["cudaHostRegister"]
         view = torch.from_numpy(arena.memory[64:128])
-        arenas.give_back(arena)
+        arenas.release(arena)
         del arena
-        assert arenas.take(5 * MIB).size_bytes > 5 * MIB
+        assert arenas.acquire(5 * MIB).size_bytes > 5 * MIB
         assert cuda.calls == ["cudaHostRegister"]
         del view
         gc.collect()
@@ -222,7 +222,7 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(cuda: FakeCuda) -> None
         for pins in (["cudaHostRegister"], []):
             job = copied(state, arenas)
             assert_staged(job, state)
-            arenas.give_back(job.arena)
+            arenas.release(job.arena)
             fork = ["Stream", "current_stream", "wait_stream"]
             assert cuda.calls == [*fork, *pins, "stream", "copy", "synchronize"]
             cuda.calls.clear()
@@ -275,8 +275,8 @@ def test_an_arena_is_reused_only_after_a_failed_copy_has_ended(
         with pytest.raises(CheckpointError, match="could not be copied"):
             job.run()
         assert cuda.calls[-1] == "query"
-        arenas.give_back(job.arena)
-        assert arenas.take(1) is job.arena
+        arenas.release(job.arena)
+        assert arenas.acquire(1) is job.arena
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -297,8 +297,8 @@ def test_an_arena_that_a_device_may_still_write_to_is_not_reused(
         job = StagingJob(gpu_state(), arenas)
         with pytest.raises(CheckpointError, match="synchronize fails"):
             job.run()
-        arenas.give_back(job.arena)
-        assert arenas.take(1) is not job.arena
+        arenas.release(job.arena)
+        assert arenas.acquire(1) is not job.arena
     assert "stay mapped" in caplog.text
     assert retired.pop() is job.arena.memory
 

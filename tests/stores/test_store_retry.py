@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,14 @@ from local_stores import WAIT_S, Remote, error_of, until
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Backend, Buffers, ObjectInfo, Range
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Content,
+    ObjectInfo,
+    Range,
+    ShortReadError,
+)
 from ckpt_storage.store.backends import memory
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import create_new, find_abilities
@@ -254,6 +262,49 @@ def test_expired_credentials_are_refreshed_once(
         assert error_of(lambda: store.get("x")).kind == "credentials"
     assert bench.calls.count("refresh") == refresh_count
     assert bench.slept == []
+
+
+def test_threads_that_meet_expired_credentials_together_refresh_once(bench: Bench) -> None:
+    """A thread whose request failed before another thread's refresh asks for no other refresh."""
+    together = threading.Barrier(2, timeout=WAIT_S)
+    failing = iter(range(2))
+
+    class Expired(Remote):
+        def get(self, path: str, *, max_bytes: int | None) -> Content:
+            for _ in failing:
+                together.wait()
+                raise StorageError("expired", kind="credentials", retryable=True)
+            return super().get(path, max_bytes=max_bytes)
+
+    store = bench.store(backend=Expired(bench.location))
+    with ThreadPoolExecutor(2) as threads:
+        contents = [*threads.map(store.get, ["x", "x"])]
+    assert [content.data for content in contents] == [b"data", b"data"]
+    assert bench.calls.count("refresh") == 1
+
+
+def test_a_response_cut_before_the_end_of_the_object_is_read_again(bench: Bench) -> None:
+    """The object reaches to the last byte of the range: it is the response that ended early."""
+    cuts = iter([2])
+
+    class Cut(Remote):
+        def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+            for length in cuts:
+                raise ShortReadError(next(iter(ranges))[0] + length)
+            return super().read(path, ranges)
+
+    store, memory_of_range = bench.store(backend=Cut(bench.location)), bytearray(4)
+    store.read("x", [(0, memoryview(memory_of_range))])
+    assert memory_of_range == b"data"
+    assert bench.calls.count("read") == 2
+
+
+def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:
+    """While the phase has time left, the error of the storage is raised, with the phase."""
+    deadline = Deadline("write", WAIT_S)
+    with pytest.raises(StorageError) as caught, deadline.governs("the write"):
+        raise StorageError("no response", kind="timeout", path="x")
+    assert (type(caught.value), caught.value.phase) == (StorageError, "write")
 
 
 def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:

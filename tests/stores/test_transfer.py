@@ -27,7 +27,7 @@ from ckpt_storage import (
     save,
 )
 from ckpt_storage.commit import slotlog
-from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.errors import IntegrityError, RankMismatchError
 from ckpt_storage.options import (
     DEFAULT_PART_BYTES,

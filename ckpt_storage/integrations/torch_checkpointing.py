@@ -1,0 +1,610 @@
+"""torch_checkpointing 0.1: its checkpoints as checkpoints of ours, on any storage.
+
+Every file that its writer writes becomes a value of one checkpoint, `files.<name>`, with checksums
+and one commit, so that whatever knows our checkpoints knows these, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import itertools
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch_checkpointing import CheckpointManager
+from torch_checkpointing.checkpoint_writer import CallbackArgs, CheckpointWriterConfig
+from torch_checkpointing.config import (
+    AsyncCheckpointSaverConfig,
+    CheckpointSaverConfig,
+    SyncCheckpointSaverConfig,
+)
+from torch_checkpointing.distributed_metadata import (
+    DistributedItemMetadata,
+    DistributedMetadata,
+    GlobalObjectMetadata,
+    ShardingMetadata,
+)
+from torch_checkpointing.metadata_serialization import (
+    METADATA_FILE_NAME,
+    DistributedMetadataFormat,
+)
+from torch_checkpointing.resharding import Resharder
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+
+import ckpt_storage
+from ckpt_storage.coordination.failures import picklable_copy
+from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.keyvalue import KeyValues, StoreAddress, StoreClient
+from ckpt_storage.coordination.lane import Lane
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    UnsupportedByStoreError,
+)
+from ckpt_storage.inspect.checkpoint import Checkpoint
+from ckpt_storage.inspect.reading import read_into
+from ckpt_storage.options import Timeouts
+from ckpt_storage.saves.files import PIECE_BYTES, PREFIX, FilesSave, FileStream
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.store import Location
+
+log = logging.getLogger("ckpt_storage")
+
+_generation = itertools.count()
+"""Counts the configurations of this process: ranks make theirs in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranks:
+    """The ranks of a job, as the writer process of one of them reaches them."""
+
+    rank: int = 0
+    world_size: int = 1
+    address: StoreAddress | None = None
+
+    @classmethod
+    def own(cls) -> _Ranks:
+        """Return this rank of the default process group; without one, this process alone."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls()
+        group = dist.group.WORLD
+        assert group is not None  # noqa: S101  # it is initialized
+        address = StoreClient.of_group(group).address()
+        if address is None:
+            raise InvalidInputError(
+                "The ranks share a store that only this process reaches.",
+                next_step="Initialize torch.distributed over TCP or a file, as torchrun does.",
+            )
+        return cls(rank=dist.get_rank(), world_size=dist.get_world_size(), address=address)
+
+    def group(self, name: str) -> RankGroup:
+        """Return the ranks on a lane of their own."""
+        if self.address is None:
+            return RankGroup.alone()
+        keys = KeyValues(
+            StoreClient(self.address.connect, self.address), f"ckpt_storage/{name}", is_root=True
+        )
+        return RankGroup(Lane(keys, rank=self.rank, names=range(self.world_size)))
+
+
+@dataclass
+class CheckpointStorageConfig(StorageConfig):
+    """Where torch_checkpointing keeps the checkpoints of a run; for its `storage_config`.
+
+    Every rank makes one, after `init_process_group`, and one for each manager. The ids of
+    checkpoints are URLs, or paths, directly below `url`. Saves need `commit_on_every_rank` as
+    `finalize_callback`, which `manager_config` sees to.
+
+    Args:
+        url: URL or local path of the root of the run.
+        storage_options: passed to the fsspec file system.
+        overwrite: replace committed checkpoints.
+        timeout: seconds, `timedelta` or `Timeouts`, as for `ckpt_storage.save`.
+        save_options: further arguments of `ckpt_storage.save`, such as `retry`, `thread_count`.
+
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    timeout: Any = None
+    save_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the URL, and count. Raises `InvalidInputError`."""
+        Location.of(self.url, self.storage_options)
+        Timeouts.of(self.timeout)
+        self._name = f"torch_checkpointing/{next(_generation)}"
+        self._ranks: _Ranks | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The writer process has no process group: the ranks are those of the process that sends it.
+        return {**vars(self), "_ranks": self._ranks or _Ranks.own()}
+
+    def create_storage(self) -> CheckpointStorage:
+        """Return a storage for one writer or one reader."""
+        return CheckpointStorage(self)
+
+    def make_save(self, url: str) -> FilesSave:
+        """Begin a save of all ranks."""
+        options = {
+            **self.save_options,
+            "storage_options": self.storage_options,
+            "overwrite": self.overwrite,
+        }
+        # Two threads of a local disk: one file is hashed while another part is written.
+        options.setdefault("thread_count", 2 if Location.of(url).is_local else None)
+        ranks = (self._ranks or _Ranks.own()).group(self._name)
+        return FilesSave(ranks, url, SaveOptions.of(options, timeouts=Timeouts.of(self.timeout)))
+
+
+def manager_config(
+    url: str | os.PathLike[str],
+    *,
+    is_async: bool = True,
+    save: CheckpointSaverConfig | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    timeout: Any = None,
+    save_options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> CheckpointManager.Config:
+    """Return a `CheckpointManager.Config` whose manager saves below `url`; on every rank.
+
+    Its writers write in place and commit together (`commit_on_every_rank`), and need no barrier of
+    their own: a rank that fails or dies is named on all others. `save` are the options of a saver,
+    by default of the asynchronous one, or of the synchronous one with `is_async=False`; `others`
+    are arguments of `Config`, such as `items`.
+    """
+    saver = save or (AsyncCheckpointSaverConfig() if is_async else SyncCheckpointSaverConfig())
+    threads = saver.writer_config.file_write_max_threads
+    saver.writer_config = CheckpointWriterConfig(
+        barrier_config=None, write_to_temp_dir=False, file_write_max_threads=threads
+    )
+    storage = CheckpointStorageConfig(
+        url=os.fspath(url),
+        storage_options=storage_options,
+        overwrite=overwrite,
+        timeout=timeout,
+        save_options=save_options or {},
+    )
+    return CheckpointManager.Config(
+        save=saver, storage_config=storage, finalize_callback=commit_on_every_rank, **others
+    )
+
+
+def commit_on_every_rank(args: CallbackArgs) -> None:
+    """Commit what all ranks wrote: the `finalize_callback`, with `write_to_temp_dir=False`.
+
+    Raises the error of the rank that failed on every rank.
+    """
+    if not isinstance(args.storage, CheckpointStorage):
+        raise InvalidInputError(
+            f"commit_on_every_rank got a {type(args.storage).__name__}.",
+            next_step="Pass CheckpointStorageConfig as storage_config, or use manager_config.",
+        )
+    args.storage.commit(Path(args.path))
+
+
+class CheckpointStorage(Storage):
+    """The storage of one writer or reader: files of checkpoints, as `Storage` has them."""
+
+    def __init__(self, config: CheckpointStorageConfig) -> None:
+        self._config = config
+        self._root = Location.of(config.url, config.storage_options)
+        self._lock = threading.RLock()
+        self._saves: dict[str, FilesSave] = {}
+        self._opened: dict[str, Checkpoint] = {}
+        self._metadata: bytes | None = None
+
+    def __del__(self) -> None:
+        for name, save in self._saves.items():
+            if not save.is_over:
+                log.warning(
+                    "%s is not committed: pass commit_on_every_rank as finalize_callback.", name
+                )
+
+    @property
+    def mmap_fill_chunk_bytes(self) -> int | None:
+        """The length of chunks, so that a read has whole ones."""
+        return PIECE_BYTES
+
+    # Paths.
+
+    def _split(self, path: Path) -> tuple[str, str]:
+        """Return the names of a checkpoint, and of a file in it; "" where a path is above them.
+
+        Raises `InvalidInputError` for a path that is not below the root.
+        """
+        roots = [Path(self._config.url), Path(self._root.url), Path(self._root.target)]
+        for root in roots:
+            for own, given in ((root, path), (root.absolute(), path.absolute())):
+                if given.is_relative_to(own):
+                    parts = given.relative_to(own).parts
+                    return parts[0] if parts else "", "/".join(parts[1:])
+        raise InvalidInputError(
+            f"{path} is not below {self._root.url}, the root of this storage.",
+            next_step="Name checkpoints by URLs directly below the root.",
+        )
+
+    def _url_of(self, name: str) -> str:
+        return self._root.child(name).target
+
+    # Writing.
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """Return a stream for a new file of the save."""
+        return self.get_write_stream(path, None)
+
+    def get_write_stream(self, path: Path, data: object) -> io.IOBase:
+        """Return a stream for a new file that will hold about as many bytes as `data`."""
+        leaves = tree_leaves(data) if data is not None else []
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        planned = sum(tensor.nbytes for tensor in tensors) or None
+        name, file = self._split(path)
+        if not name or not file:
+            raise InvalidInputError(f"{path} is no file of a checkpoint below {self._root.url}.")
+        return _WriteStream(self._save_of(name).open(file, planned_bytes=planned))
+
+    def write(self, path: Path, data: Any) -> None:
+        """Write a whole file."""
+        _, file = self._split(path)
+        if file == METADATA_FILE_NAME:
+            self._metadata = bytes(data)
+        with self.get_write_stream(path, None) as stream:
+            stream.write(data)
+
+    def _save_of(self, name: str) -> FilesSave:
+        with self._lock:
+            save = self._saves.get(name)
+            if save is None or save.is_over:
+                self._saves[name] = save = self._config.make_save(self._url_of(name))
+            return save
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Begin the save, before its first file. Raises `CheckpointExistsError`, say."""
+        name, _ = self._split(path)
+        if name:
+            self._save_of(name)
+
+    def commit(self, path: Path) -> None:
+        """Commit the save to a checkpoint; all ranks call."""
+        name, below = self._split(path)
+        if not name or below:
+            raise InvalidInputError(
+                f"{path} is not directly below {self._root.url}.",
+                next_step="Make the root of the storage the folder above the checkpoint.",
+            )
+        with self._lock:
+            open_names = [other for other, save in self._saves.items() if not save.is_over]
+            if strange := [other for other in open_names if other != name]:
+                error = InvalidInputError(
+                    f"{name} is to be committed, and files were written to {strange[0]}.",
+                    next_step="Use manager_config, or set write_to_temp_dir=False.",
+                )
+                self._saves[strange[0]].fail(error)
+                raise error
+            save = self._saves.get(name) or self._save_of(name)
+        if not save.is_over and self._metadata is not None:
+            # Their synchronous saver writes it with its first save alone.
+            self._add_metadata(save)
+        save.finish()
+
+    def _add_metadata(self, save: FilesSave) -> None:
+        assert self._metadata is not None  # noqa: S101  # as asked for
+        if save.has(METADATA_FILE_NAME):
+            return
+        stream = save.open(METADATA_FILE_NAME)
+        stream.write(memoryview(self._metadata))
+        stream.close()
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Refuse: a rename by one rank is no commit of all."""
+        raise UnsupportedByStoreError(
+            f"{src_path} is not renamed to {dst_path}: ranks commit together.",
+            kind="unsupported",
+            next_step="Use manager_config, or write_to_temp_dir=False with commit_on_every_rank.",
+        )
+
+    def delete(self, path: Path) -> None:
+        """Refuse: the files of a checkpoint go together."""
+        raise UnsupportedByStoreError(
+            f"{path} is part of a checkpoint.",
+            kind="unsupported",
+            next_step="Delete the checkpoint, with ckpt_storage.delete.",
+        )
+
+    def rmdir(self, path: Path) -> None:
+        """Delete a checkpoint."""
+        name, below = self._split(path)
+        if not name or below:
+            raise InvalidInputError(f"{path} is no checkpoint.", next_step="Name one by its URL.")
+        self._opened.pop(name, None)
+        options = self._config.storage_options
+        ckpt_storage.delete(self._url_of(name), storage_options=options)
+
+    # Reading.
+
+    def _checkpoint(self, name: str, *, fresh: bool = False) -> Checkpoint:
+        with self._lock:
+            checkpoint = self._opened.get(name)
+            if checkpoint is None or fresh:
+                self._opened[name] = checkpoint = ckpt_storage.open_checkpoint(
+                    self._url_of(name),
+                    storage_options=self._config.storage_options,
+                    timeout=self._config.timeout,
+                )
+            return checkpoint
+
+    def exists(self, path: Path) -> bool:
+        """Return whether a committed checkpoint, a file or a folder of one is there."""
+        name, file = self._split(path)
+        if not name:
+            return True
+        try:
+            # What a reader asks first: another save may have replaced the one before.
+            checkpoint = self._checkpoint(name, fresh=not file)
+        except (CheckpointNotFoundError, CheckpointInProgressError):
+            return False
+        return not file or file in self._files(checkpoint) or self._has_folder(checkpoint, file)
+
+    @staticmethod
+    def _files(checkpoint: Checkpoint) -> dict[str, int]:
+        """Return the length of each file."""
+        return {
+            entry.fqn.removeprefix(PREFIX): entry.size_bytes
+            for entry in checkpoint.entries()
+            if entry.fqn.startswith(PREFIX) and entry.dtype == "uint8"
+        }
+
+    def _has_folder(self, checkpoint: Checkpoint, folder: str) -> bool:
+        return any(name.startswith(f"{folder}/") for name in self._files(checkpoint))
+
+    def isdir(self, path: Path) -> bool:
+        """Return whether a path is the root, a committed checkpoint or a folder of one."""
+        _, file = self._split(path)
+        return self.exists(path) and (not file or not self._is_file(path))
+
+    def _is_file(self, path: Path) -> bool:
+        name, file = self._split(path)
+        return file in self._files(self._checkpoint(name))
+
+    def ls(self, path: Path) -> list[str]:
+        """Return the names of checkpoints below the root, or of what is in a folder of one."""
+        name, folder = self._split(path)
+        if not name:
+            options = self._config.storage_options
+            infos = ckpt_storage.list_checkpoints(self._config.url, storage_options=options)
+            return [info.name for info in infos]
+        prefix = f"{folder}/" if folder else ""
+        files = self._files(self._checkpoint(name))
+        inside = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
+        return sorted({file.partition("/")[0] for file in inside})
+
+    def getsize(self, path: Path) -> int:
+        """Return the length of a file. Raises `FileNotFoundError`."""
+        name, file = self._split(path)
+        try:
+            return self._files(self._checkpoint(name))[file]
+        except KeyError:
+            raise FileNotFoundError(f"{path} is not in the checkpoint.") from None
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        """Return a stream that verifies what it reads."""
+        size_bytes = self.getsize(path)
+        name, file = self._split(path)
+        stream = _ReadStream(self._checkpoint(name), file, size_bytes)
+        if read_args is None or read_args.pre_read_full_file:
+            return io.BytesIO(stream.readall() or b"")  # type: ignore[return-value]  # as theirs
+        return stream
+
+    def value_names(self, path: Path) -> list[str]:
+        """Return the names of all values of a checkpoint."""
+        name, _ = self._split(path)
+        return [entry.fqn for entry in self._checkpoint(name).entries()]
+
+    def load_values(self, path: Path, state: dict[str, Any]) -> None:
+        """Load values of a checkpoint of `ckpt_storage.save`, in place; all ranks call."""
+        name, _ = self._split(path)
+        options = self._config.storage_options
+        timeout = self._config.timeout
+        ckpt_storage.load(state, self._url_of(name), storage_options=options, timeout=timeout)
+
+    def remap_path(self, path: Path) -> str:
+        """Return the URL of a path."""
+        name, file = self._split(path)
+        return "/".join(part for part in (self._root.url, name, file) if part)
+
+
+class _WriteStream(io.IOBase):
+    """A file of a save as a stream; an error in its `with` block fails the save."""
+
+    def __init__(self, stream: FileStream) -> None:
+        self._stream = stream
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self._stream.abort(error)
+        self.close()
+
+    def write(self, data: Any) -> int:
+        """Append bytes, which are copied."""
+        view = memoryview(data).cast("B")
+        try:
+            self._stream.write(view)
+        except BaseException as error:
+            self._stream.abort(error)
+            raise
+        return len(view)
+
+    def close(self) -> None:
+        """Make the file durable; it can be read once the save is committed."""
+        if not self.closed:
+            super().close()
+            try:
+                self._stream.close()
+            except BaseException as error:
+                self._stream.abort(error)
+                raise
+
+
+class _ReadStream(io.RawIOBase):
+    """Reads a file of a checkpoint; every byte is held to its checksum."""
+
+    def __init__(self, checkpoint: Checkpoint, file: str, size_bytes: int) -> None:
+        self._checkpoint = checkpoint
+        self._file = file
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readall(self) -> bytes:
+        """Return all that follows."""
+        data = bytearray(max(0, self._size_bytes - self._position))
+        self.readinto(data)
+        return bytes(data)
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, as far as the file goes. Raises `IntegrityError` naming what is damaged.
+
+        An error refers to no memory of the caller, who may want to close it.
+        """
+        failure: CheckpointError | None = None
+        count = 0
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            count = max(0, min(len(view), self._size_bytes - self._position))
+            try:
+                self._fill(view[:count])
+            except CheckpointError as error:
+                failure = picklable_copy(error)
+                _clear_frames(error)
+        if failure is not None:
+            gc.collect()
+            raise failure
+        self._position += count
+        return count
+
+    def _fill(self, view: memoryview) -> None:
+        if len(view):
+            positions = range(self._position, self._position + len(view))
+            array = np.frombuffer(view, dtype="u1")
+            handle = self._checkpoint._handle  # noqa: SLF001  # of this package
+            read_into(handle, f"{PREFIX}{self._file}", (positions,), array)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the variables of the frames that an error and its causes lead to."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+# Checkpoints of `ckpt_storage.save`, for their loader.
+
+
+@dataclass(frozen=True)
+class _AnySharding(ShardingMetadata, type_name="ckpt_storage.any"):
+    """Stands for the sharding of an item: `ckpt_storage.load` looks at the tensors themselves."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> _AnySharding:
+        """Return what `to_dict` came from."""
+        del d
+        return cls()
+
+    @property
+    def equivalent_ranks(self) -> tuple[int, ...] | None:
+        """Return None: it is not known."""
+        return None
+
+
+class CheckpointStorageFormat(DistributedMetadataFormat):
+    """The `metadata_format` of a checkpoint that `ckpt_storage.save` or DCP wrote."""
+
+    @classmethod
+    def maybe_load(cls, checkpoint_dir: Path, storage: Storage) -> DistributedMetadata | None:
+        """Return the items of a checkpoint; None if there is none, or it is theirs."""
+        if not isinstance(storage, CheckpointStorage) or not storage.exists(checkpoint_dir):
+            return None
+        names = storage.value_names(checkpoint_dir)
+        if not names or all(name.startswith(PREFIX) for name in names):
+            return None
+        group = GlobalObjectMetadata(sharding_metadata=_AnySharding(), ranks=())
+        item = DistributedItemMetadata(
+            nested_path_to_metadata={(): [group]}, rank_to_layout_info={}
+        )
+        keys = {name.partition(".")[0] for name in names}
+        return DistributedMetadata(metadata=dict.fromkeys(keys, item), world_size=0)
+
+
+class CheckpointStorageResharder(Resharder):
+    """The `resharder` of items that are loaded from a checkpoint of `ckpt_storage.save`.
+
+    All ranks load, each item by itself, on any sharding and any number of ranks.
+    """
+
+    def extract_sharding_metadata(self, item_key: str, item_value: Any) -> dict[Any, Any]:
+        """Return one entry that stands for the item."""
+        del item_key, item_value
+        return {(): _AnySharding()}
+
+    def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
+        """Return whether the checkpoint has the item."""
+        return source_metadata is not None and target_metadata is not None
+
+    def load(
+        self,
+        source_path: Path,
+        item_key: str,
+        target_metadata: Any,
+        source_metadata: Any,
+        target: Any,
+        storage: Storage,
+    ) -> list[Any]:
+        """Fill the target, in place."""
+        del target_metadata, source_metadata
+        assert isinstance(storage, CheckpointStorage)  # noqa: S101  # its format found the item
+        storage.load_values(source_path, {item_key: target})
+        return []

@@ -1,0 +1,107 @@
+"""Exports, conversions and copies by the rules of single S3 services, each of several parts."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from profiles import QUICK, Service, profile_server, service
+from safetensors.torch import load as parse_safetensors
+
+import ckpt_storage
+from ckpt_storage.export.conversion import TargetFormat
+
+__all__ = ["profile_server", "service"]
+
+LEAST: dict[str, Any] = {"memory_limit_bytes": 1 << 20, "retry": QUICK}
+"""Files of the states below then have parts of 64 KiB and a rest."""
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def target(service: Service) -> dict[str, Any]:
+    """The options of a destination on the same server, and of the source."""
+    if service.server.profile == "aws-no-list":
+        pytest.skip("the credentials may not list")
+    options = service.server.storage_options
+    return {**LEAST, "storage_options": options, "destination_storage_options": options}
+
+
+def saved(service: Service, seed: int) -> State:
+    """Save three tensors, which no part holds, over what is there; return them."""
+    state = {f"t{number}": torch.arange(30_000) + seed * number for number in range(3)}
+    ckpt_storage.save(state, service.url(1), part_bytes=70_000, overwrite=True, **service.options)
+    return state
+
+
+def weights(service: Service, folder: str) -> State:
+    """Return all that a reader finds that loads every weight file of a folder."""
+    files = {path: data for path, data in service.files.items() if path.startswith(f"{folder}/")}
+    found = [parse_safetensors(files[path]) for path in files if path.endswith(".safetensors")]
+    return {name: value for some in found for name, value in some.items()}
+
+
+def same(found: State, state: State) -> bool:
+    return found.keys() == state.keys() and all(torch.equal(found[k], state[k]) for k in state)
+
+
+def test_an_export_replaces_another(service: Service, target: dict[str, Any]) -> None:
+    """From several files to one, and back: each is what a reader of all files gets."""
+    options = {**target, "output_storage_options": target["storage_options"]}
+    del options["destination_storage_options"]
+    for seed, size in enumerate(("300kB", "5GB", "300kB", "300kB", "5GB", "5GB"), 1):
+        state = saved(service, seed)
+        report = ckpt_storage.consolidate(service.url(1), max_file_bytes=size, **options)
+        assert same(weights(service, "run/step-1/hf"), state), (seed, size)
+        assert len(report.files) == (1 if size == "5GB" else 3), (seed, size)
+    assert service.verify(service.url(1)) == []
+
+
+def test_a_torch_file_is_written(service: Service, target: dict[str, Any]) -> None:
+    """`torch.load` reads it; it can be replaced."""
+    for seed in (1, 2):
+        state = saved(service, seed)
+        url = f"s3://{service.bucket}/model.pt"
+        ckpt_storage.convert(service.url(1), url, to="torch_save", overwrite=seed > 1, **target)
+        assert same(torch.load(io.BytesIO(service.files["model.pt"])), state)
+
+
+@pytest.mark.parametrize("to", ["dcp", "dcp_safetensors", "safetensors"])
+def test_another_format_is_written(
+    service: Service, target: dict[str, Any], to: TargetFormat
+) -> None:
+    """What was converted is loaded; it can be replaced."""
+    for seed in (1, 2):
+        state = saved(service, seed)
+        url = f"s3://{service.bucket}/out"
+        ckpt_storage.convert(
+            service.url(1), url, to=to, overwrite=seed > 1, max_file_bytes="300kB", **target
+        )
+        found = {name: torch.zeros_like(value) for name, value in state.items()}
+        ckpt_storage.load(found, url, **service.options)
+        assert same(found, state)
+
+
+def test_a_copy_takes_exports_along(service: Service, target: dict[str, Any]) -> None:
+    """The storage copies them by itself, or they are read and sent."""
+    options = {**LEAST, "storage_options": target["storage_options"]}
+    state = saved(service, 1)
+    ckpt_storage.consolidate(service.url(1), max_file_bytes="300kB", **options)
+    for copies in ("auto", "never"):
+        copied = f"s3://{service.bucket}/{copies}/step-1"
+        report = ckpt_storage.copy(service.url(1), copied, copies=copies, **target)
+        assert report.failed_exports == {}
+        assert same(weights(service, f"{copies}/step-1/hf"), state)
+        assert service.verify(copied) == []
+
+
+def test_a_deletion_takes_exports_along(service: Service, target: dict[str, Any]) -> None:
+    """Nothing of an export stays beside the record of the deletion."""
+    saved(service, 1)
+    options = {**LEAST, "storage_options": target["storage_options"]}
+    ckpt_storage.consolidate(service.url(1), max_file_bytes="300kB", **options)
+    assert ckpt_storage.delete(service.url(1), **service.options)
+    assert {path.split("/")[2] for path in service.files} <= {"commits"}

@@ -1,0 +1,41 @@
+"""The constants of the protocol: those on the page, and the inequalities between them."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+from ckpt_storage import Timeouts
+
+PAGE = Path(__file__).parents[2] / "docs" / "save-protocol.md"
+
+
+def test_the_page_has_the_constants_of_the_code() -> None:
+    """Each row of the table names a constant, its value and its module."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([0-9.]+) \| `([a-z_.]+)` \|", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    stale = [
+        (name, value)
+        for name, value, module in rows
+        if getattr(import_module(f"ckpt_storage.{module}"), name) != float(value)
+    ]
+    assert (len(rows) > 20, stale) == (True, [])
+
+
+def test_the_inequalities_of_the_page_hold() -> None:
+    """They order who gives up first, bound waits, and keep commits out of removed tombstones."""
+    operation = import_module("ckpt_storage.coordination.operation")
+    session = import_module("ckpt_storage.saves.session")
+    beat_s = import_module("ckpt_storage.background.worker").BEAT_S
+    look_s = import_module("ckpt_storage.background.worker_process").LOOK_S
+    max_age_s = import_module("ckpt_storage.commit.attempt")._MAX_AGE_S  # noqa: SLF001
+    tombstone_age_s = import_module("ckpt_storage.commit.deletion").TOMBSTONE_AGE_S
+    coordinator_s, member_s = operation._COORDINATOR_GRACE_S, operation._MEMBER_GRACE_S  # noqa: SLF001
+    assert coordinator_s < member_s
+    assert member_s + session._OUTCOME_S < 5  # noqa: SLF001
+    assert coordinator_s + session._DISCARD_S < 5  # noqa: SLF001
+    assert beat_s + look_s < Timeouts().silence
+    assert 2 * Timeouts().plan < 600
+    assert 2 * max_age_s < tombstone_age_s
