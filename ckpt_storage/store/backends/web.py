@@ -13,7 +13,16 @@ from ckpt_storage.store.backend import Buffers, Capabilities, Part
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
 
 from .clients import ForeignFs
-from .clouds import Body, CloudBackend, Page, Terms, Told, range_header, span_of, waits
+from .clouds import (
+    Body,
+    CloudBackend,
+    ObjectStat,
+    Page,
+    Preconditions,
+    client_timeouts,
+    range_header,
+    span_of,
+)
 
 _FIRST_FAILURE = 400
 _MESSAGE_BYTES = 300
@@ -24,7 +33,7 @@ class WebBackend(CloudBackend):
 
     capabilities = Capabilities(kind="generic")
 
-    async def _head(self, fs: ForeignFs, path: str) -> Told:
+    async def _head(self, fs: ForeignFs, path: str) -> ObjectStat:
         async with self._ask(fs, "HEAD", path) as answer:
             if answer.content_length is None:
                 raise ForeignAnswer("Content-Length")
@@ -68,7 +77,7 @@ class WebBackend(CloudBackend):
         # Of a compressed body no range could be checked.
         heads = {**options.pop("headers", {}), "Accept-Encoding": "identity", **(headers or {})}
         session = await fs.set_session()
-        connect_s, read_s = waits(self._timeout_s)
+        connect_s, read_s = client_timeouts(self._timeout_s)
         url = f"{self._location.target}/{quote(path)}" if path else self._location.target
         async with session.request(
             method,
@@ -98,16 +107,16 @@ class WebBackend(CloudBackend):
         return unable(url, path, "can only be read", "Write to a storage that takes writes.")
 
     async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Terms
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Preconditions
     ) -> Never:
         del fs, data, write_id, terms
         raise self._read_only(path)
 
-    async def _delete(self, fs: ForeignFs, path: str, terms: Terms) -> Never:
+    async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> Never:
         del fs, terms
         raise self._read_only(path)
 
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Terms:
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Preconditions:
         del if_absent, if_match
         return {}
 
