@@ -85,10 +85,10 @@ class RankReport:
         # A blob's is the last.
         codes = [*map(_DTYPES.index, manifest.dtypes), -1]
         rows = [column("fqn"), [codes[number] for number in column("dtype")], column("box")]
-        numbers = [number for number, file in enumerate(files) for _ in file.fqn]
-        places = [numbers, column("item_start"), column("item_bytes")]
+        file_numbers = [number for number, file in enumerate(files) for _ in file.fqn]
+        places = [file_numbers, column("item_start"), column("item_bytes")]
         ndims = [len(box.offsets) for box in boxes]
-        numbers = [number for box in boxes for number in (*box.offsets, *box.sizes)]
+        bounds = [bound for box in boxes for bound in (*box.offsets, *box.sizes)]
         return cls(
             save_id=manifest.save_id,
             rank=manifest.rank,
@@ -97,9 +97,9 @@ class RankReport:
             ref=ref,
             files=[file.ref() for file in files],
             groups=tuple(groups),
-            item_count=len(numbers),
+            item_count=len(file_numbers),
             pattern=_packed((list(manifest.fqns), np.array(rows, dtype=np.int32))),
-            boxes=_packed((np.array(ndims, dtype=np.int64), np.array(numbers, dtype=np.int64))),
+            boxes=_packed((np.array(ndims, dtype=np.int64), np.array(bounds, dtype=np.int64))),
             places=_packed(np.array(places, dtype=np.int64)) if with_places else None,
             ties=dict(ties),
             tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
