@@ -35,6 +35,8 @@ from .export.convert import convert as convert
 from .export.copy import CopyReport as CopyReport
 from .export.copy import copy as copy
 from .export.options import ConsolidateOptions as ConsolidateOptions
+from .export.thin import ThinReport as ThinReport
+from .export.thin import thin as thin
 from .inspect.checkpoint import Checkpoint as Checkpoint
 from .inspect.checkpoint import diff as diff
 from .inspect.checkpoint import open_checkpoint as open_checkpoint
@@ -58,6 +60,7 @@ from .manager.policies import KeepClosest as KeepClosest
 from .manager.policies import KeepEvery as KeepEvery
 from .manager.policies import KeepLatest as KeepLatest
 from .manager.policies import KeepNewerThan as KeepNewerThan
+from .manager.policies import KeepPart as KeepPart
 from .manager.policies import RetentionPolicy as RetentionPolicy
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored

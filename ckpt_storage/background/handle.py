@@ -95,7 +95,7 @@ class SaveHandle:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        assert self._info is not None  # noqa: S101  # there is one or the other
+        assert self._info is not None  # noqa: S101  # a committed save has it
         return self._info
 
     def exception(self, timeout: float | None = None) -> CheckpointError | None:
@@ -203,7 +203,7 @@ class SaveStatus(SaveHandle):
     def follow(
         self, source: ProgressSource, on_cancel: Callable[[SaveCancelledError], object]
     ) -> None:
-        """Read progress from `source`, and forward cancel requests, also an earlier one."""
+        """Read progress from `source`, and forward cancel requests, also an earlier request."""
         with self._lock:
             self._source, self._on_cancel = source, on_cancel
             error = self._cancelled

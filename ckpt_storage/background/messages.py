@@ -39,7 +39,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogMessage:
-    """What the worker logs; the trainer logs it, with the handlers of its own."""
+    """What the worker logs; the trainer logs it, with its own handlers."""
 
     level: int
     text: str

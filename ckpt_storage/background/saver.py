@@ -216,7 +216,7 @@ class AsyncSaver:
         """
         self._check_process()
         self._check_open()
-        # The deadlines of all phases, and the start of a worker, of this save and earlier ones.
+        # The deadlines of all phases, and the start of a worker, of this save and earlier saves.
         t, rank = options.timeouts, self._queue.ranks.global_rank
         save_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         save_s += START_S if self._queue.has_worker else 0.0
@@ -257,7 +257,7 @@ class AsyncSaver:
     def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
         """Wait until another save may be in flight. Raises `PhaseTimeoutError`."""
         try:
-            # Errors of these saves only, because every rank waits for the same ones here.
+            # Errors of these saves only, because every rank waits for the same saves here.
             surplus = max(0, len(self._saves) - self._max_pending + 1)
             self._settle(self._saves[:surplus], None)
         finally:

@@ -170,7 +170,7 @@ class Worker:
                 self._pipe.send(message)
 
     def _listen(self) -> None:
-        """Receive the trainer's messages; while none comes, report progress."""
+        """Receive the trainer's messages; while there is none, report progress."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if self._pipe.poll(BEAT_S):

@@ -177,7 +177,7 @@ class WorkerSave:
                 # It may have committed: as little is known as of a worker that died.
                 raise WorkerGoneError(f"broke and was ended ({response.value})")  # noqa: TRY301  # as below
         except BaseException:
-            # Its later messages are of this save, and must not be read in the next one.
+            # Its later messages are of this save, and must not be read in the next save.
             if "commit" in self._worker.kill():
                 self._operation.phase("commit")
             raise
@@ -216,7 +216,7 @@ class WorkerSave:
                 if isinstance(message, Response):
                     return message
                 if not isinstance(message, RankProgress):
-                    self._take_notice(message)
+                    self._on_message(message)
                 elif (more_bytes := _add_progress(operation, message)) > 0:
                     show = show or stack.enter_context(
                         reporting(
@@ -230,7 +230,7 @@ class WorkerSave:
                     )
                     show(more_bytes)
 
-    def _take_notice(self, message: LogMessage | CheckpointError | Phase) -> None:
+    def _on_message(self, message: LogMessage | CheckpointError | Phase) -> None:
         if isinstance(message, LogMessage):
             log.log(message.level, "%s", message.text)
         elif isinstance(message, CheckpointError):

@@ -68,7 +68,7 @@ _COMMANDS = {
     "watch": "watch",
     **dict.fromkeys(("cat", "stats"), "values"),
     **dict.fromkeys(("verify", "diff"), "look"),
-    **dict.fromkeys(("cp", "convert", "consolidate", "rm", "prune"), "change"),
+    **dict.fromkeys(("cp", "convert", "consolidate", "rm", "prune", "thin"), "change"),
     "doctor": "look",
 }
 """Each command, in the order of the help, and the module here that defines it."""

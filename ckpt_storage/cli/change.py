@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from ckpt_storage.export.conversion import FORMATS
 from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.export.removal import find_exports
+from ckpt_storage.export.thin import thin as thinning
 from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete
@@ -28,6 +30,7 @@ from ckpt_storage.manager.policies import (
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
+    KeepPart,
     RetentionPolicy,
 )
 from ckpt_storage.manager.prune import prune as run
@@ -49,6 +52,7 @@ from .options import (
 )
 from .output import FOUND, SOUND, check_root
 
+_THINNED = ("url", "save_id", "was_thin", "dropped", "freed_bytes", "kept_bytes")
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 
@@ -64,6 +68,7 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
     show_default=True,
     help="Whether the storage copies by itself what it can.",
 )
+@patterns_options
 @threads_option
 @memory_option
 @page_cache_option
@@ -72,12 +77,55 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
 
+    With --include or --exclude, such as --exclude 'optim*', DST gets chosen values only. Shard
+    files that are wanted whole are linked, or copied by the storage, where that is possible.
+
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
     report = copy(src, dst, progress=output.shows_progress(), **options)
     output.tell("cp", report, as_json=as_json)
     return FOUND if report.failed_exports else SOUND
+
+
+@click.command(short_help="Drop values of a checkpoint in place.")
+@url_argument()
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="FQN",
+    default=["optim*"],
+    show_default=True,
+    help="Names or patterns of what is dropped.",
+)
+@click.option("--yes", is_flag=True, help="Drop it. Without it, only what it would be is shown.")
+@threads_option
+@memory_option
+@reads()
+def thin(url: str, *, drop: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> int:
+    """Show, or with --yes drop, values of the checkpoint at URL, such as the optimizer's state.
+
+    What stays is linked, or copied by the storage, and the checkpoint is whole or thin at every
+    instant. What is dropped cannot be brought back.
+    """
+    told: dict[str, Any]
+    if yes:
+        report = thinning(url, drop=drop, progress=output.shows_progress(), **options)
+        told = {key: getattr(report, key) for key in _THINNED}
+        verdict = "They were dropped."
+    else:
+        with open_checkpoint(url, **options) as checkpoint:
+            sizes = {entry.fqn: entry.size_bytes or 0 for entry in checkpoint.entries()}
+            names = sorted(fqn for fqn in sizes if any(fnmatchcase(fqn, one) for one in drop))
+            freed = sum(sizes[fqn] for fqn in names)
+            kept = sum(sizes.values()) - freed
+            values = (checkpoint.url, checkpoint.save_id, not names, names, freed, kept)
+            told = dict(zip(_THINNED, values, strict=True))
+        verdict = "They would be dropped; --yes does it."
+    shown = {**told, "dropped": f"{len(told['dropped'])} values"}
+    text = [*output.facts(shown), verdict if told["dropped"] else "There is nothing to drop."]
+    output.tell("thin", as_json=as_json, text=text, **told, is_dry_run=not yes)
+    return SOUND
 
 
 @click.command(short_help="Write it in another format.")
@@ -286,6 +334,12 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     help="The N best by a recorded metric, smallest or largest; by default one.",
 )
 @click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
+@click.option(
+    "--keep-part",
+    multiple=True,
+    metavar="FQN",
+    help="Thin all others, in place of deleting them: drop these names or patterns.",
+)
 @click.option("--names", metavar="TEMPLATE", default=DEFAULT_TEMPLATE, help="How steps are spelt.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
 @reads("ROOT")
@@ -298,6 +352,7 @@ def prune(  # one parameter for each option
     keep_closest_time: float | None,
     keep_best: tuple[str, ...],
     keep_newer_than: float | None,
+    keep_part: tuple[str, ...],
     names: str,
     yes: bool,
     as_json: bool,
@@ -317,13 +372,14 @@ def prune(  # one parameter for each option
     if keep_closest_time is not None:
         policies.append(KeepClosest(every_s=keep_closest_time))
     policies += [KeepNewerThan(keep_newer_than)] if keep_newer_than is not None else []
+    policies += [KeepPart(drop=keep_part)] if keep_part else []
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")
     report = run(root, policies, names=names, dry_run=not yes, **options)
     if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
         _check_names(names, check_root(root, **options))
-    keys = ("is_dry_run", "leftovers", "deleted", "freed", "skipped", "failed")
-    told = {"kept": _told(report.kept), "planned": _told(report.planned)}
+    keys = ("is_dry_run", "leftovers", "deleted", "thinned", "freed", "skipped", "failed")
+    told = {name: _told(getattr(report, name)) for name in ("kept", "planned", "parts")}
     told |= {key: getattr(report, key) for key in keys}
     output.tell("prune", as_json=as_json, text=_lines(report), **told)
     return FOUND if report.failed else SOUND
@@ -365,6 +421,7 @@ def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
 def _lines(report: PruneReport) -> Iterator[str]:
     rows = [
         *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
+        *((one.name, one.step, "thin", "; ".join(one.reasons)) for one in report.parts),
         *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),
         *((name, None, "free", "nothing is committed here") for name in report.leftovers),
     ]
@@ -373,7 +430,9 @@ def _lines(report: PruneReport) -> Iterator[str]:
         for name, why in reasons.items():
             yield f"{what} {name}: {why}"
     if report.is_dry_run:
-        yield f"{len(report.planned)} would be deleted; --yes does it."
+        thinned = f"{len(report.parts)} would be thinned, " if report.parts else ""
+        yield f"{thinned}{len(report.planned)} would be deleted; --yes does it."
         yield "Ages are by this machine's clock; with --yes they are by the storage's."
     else:
-        yield f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed."
+        thinned = f"{len(report.thinned)} thinned, " if report.parts else ""
+        yield f"{thinned}{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed."

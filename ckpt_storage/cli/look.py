@@ -53,9 +53,11 @@ def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
         output.note("No committed checkpoint.")
     head = ["name", "step", "created", "format", "save id"]
     rows: list[list[object]] = [[i.name, i.step, i.created_at, i.format, i.save_id] for i in infos]
-    if any(info.metrics for info in infos):
-        head.append("metrics")
-        rows = [[*row, info.metrics] for row, info in zip(rows, infos, strict=True)]
+    # Only where there is something to say.
+    for key in ("metrics", "part"):
+        if any(getattr(info, key) for info in infos):
+            head.append(key)
+            rows = [[*row, getattr(info, key)] for row, info in zip(rows, infos, strict=True)]
     if is_long:
         head += ["size", "seconds", "ranks", "slowest"]
         rows = [[*row, *_long(info)] for row, info in zip(rows, infos, strict=True)]
@@ -113,6 +115,7 @@ def show(
             "save_id": checkpoint.save_id,
             "step": checkpoint.step,
             "metrics": checkpoint.info.metrics,
+            "part": checkpoint.info.part,
             "created_at": checkpoint.info.created_at,
             "world_size": checkpoint.world_size,
             "tensor_count": tensor_count,

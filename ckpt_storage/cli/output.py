@@ -45,7 +45,7 @@ def check_root(
     root: str, *, storage_options: dict[str, Any] | None, timeout: float | None
 ) -> list[str]:
     """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself."""
-    location = Location.of(root, storage_options)
+    location = Location.to_read(root, storage_options)
     store = open_store(location, timeouts=Timeouts.of(timeout))
     found = {one.path for one in or_none_if_absent(lambda: store.list("", recursive=False)) or ()}
     # An object storage has no empty folders.

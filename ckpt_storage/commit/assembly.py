@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,16 +62,17 @@ def commit_save(
     metadata: Metadata,
     reports: Sequence[RankReport | None],
     user: Mapping[str, Any],
+    part: Mapping[str, Any] = MappingProxyType({}),
     stats: OperationStats | None = None,
     must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` as for `commit`. `stats` are recorded
-    with the bytes of the files that the reports name. Raises `IntegrityError`, `RankFailedError`,
-    `StorageError`, `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless
-    `must_publish` is False `NotPublishedError` (committed). Superseded files that cannot be deleted
-    are left to the next save.
+    `reports[i]` is rank i's, None if there is none; `user` and `part` as for `commit`. `stats` are
+    recorded with the bytes of the files that the reports name. Raises `IntegrityError`,
+    `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
+    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
+    Superseded files that cannot be deleted are left to the next save.
     """
     save_id = ticket.save_id
     checked = check_reports(reports, ticket)
@@ -122,6 +124,7 @@ def commit_save(
         stock=stock,
         stock_entries=stock_entries,
         user=user,
+        part=part,
         stats={} if stats is None else stats.as_json(),
     )
     log.debug("save %s to %s committed in slot %d", save_id, store.url, record.slot)

@@ -133,12 +133,13 @@ def commit(
     stock: FileRef | None,
     stock_entries: int | None = None,
     user: Mapping[str, Any] = MappingProxyType({}),
+    part: Mapping[str, Any] = MappingProxyType({}),
     stats: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
-    Coordinator only, once all that `manifest` names is durable; `user` and `stats` go into the
-    record.
+    Coordinator only, once all that `manifest` names is durable; `user`, `part` and `stats` go into
+    the record.
     Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
     `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
     good: not committed) or `CommitUnknownError` (nobody can know it).
@@ -151,7 +152,7 @@ def commit(
             timeout_s=_MAX_AGE_S,
             next_step="Find out what kept it so long, and save again.",
         )
-    slot = ticket.last_slot
+    slot, previous = ticket.last_slot, ticket.previous
     while True:
         slot += 1
         holder, is_ours = take_slot(
@@ -163,12 +164,17 @@ def commit(
             manifest=manifest,
             stock=stock,
             stock_entries=stock_entries,
-            previous=ticket.previous,
+            previous=previous,
             user=user,
+            part=dict(part),
             stats=stats,
         )
         if is_ours:
             return holder
+        if holder.is_thinned and holder.previous == previous and not part:
+            # The save that this one replaces anyway dropped some values meanwhile.
+            previous = holder.head
+            continue
         # A fence of others cleared away another attempt; the head is still the one we saw.
         if holder.type != "fence" or ticket.save_id in holder.fenced:
             raise _conflict(store, ticket.save_id, holder)

@@ -54,7 +54,8 @@ def free_leftovers(
 ) -> list[str]:
     """Free superseded commits and attempts that died; return their save ids.
 
-    Superseded commits go but for the newest `keep_previous`. An attempt that never committed is
+    Superseded commits go but for the newest `keep_previous`, and but for none where the head is
+    what thinning left. An attempt that never committed is
     fenced first, and goes at an age: that of its youngest file, by the storage's clock, so a
     storage that tells no times keeps it. Idempotent, safe when cut at any point, safe against
     readers of the head and all others (invariant I7). `known` is any record of the log, and saves
@@ -63,6 +64,9 @@ def free_leftovers(
     """
     times_s = attempts_there(store)
     commit_log = slotlog.read_log(store, known=known)
+    if commit_log.head is not None and commit_log.head.is_thinned:
+        # The values that stay are in the head; the others were dropped to be freed.
+        keep_previous = 0
     references = (commit_log.head.head, commit_log.head.previous) if commit_log.head else ()
     left = times_s.keys() - {ref.save_id for ref in references[: keep_previous + 1] if ref}
     commits: dict[str, SlotRecord] = {}

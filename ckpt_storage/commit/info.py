@@ -31,6 +31,8 @@ class CheckpointInfo:
     clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
+    `part` is empty for a whole checkpoint; else it holds some values of the save `of`, chosen by
+    the patterns `include` and `exclude`.
     `stats` are those of the save until its commit began, None where the record has none.
     `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
     format "unreadable" could not be read.
@@ -46,6 +48,7 @@ class CheckpointInfo:
     stock_metadata: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    part: Mapping[str, Any] = field(default_factory=dict, hash=False)
     stats: OperationStats | None = None
     problem: str | None = None
 
@@ -53,16 +56,20 @@ class CheckpointInfo:
     def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:
         """Return what a commit record says of the checkpoint at `url`."""
         step = record.user.get("step")
+        # That of the whole save, where thinning left this.
+        created_at = record.part.get("created_at") if record.is_thinned else None
+        created_at = created_at if isinstance(created_at, str) else record.created_at
         return cls(
             url=url,
             name=url.rstrip("/").rpartition("/")[2] if name is None else name,
             format="ckpt_storage",
             save_id=record.save_id,
             slot=record.slot,
-            created_at=record.created_at,
+            created_at=created_at,
             stock_metadata=record.stock is not None and record.stock_entries != 0,
             step=step if type(step) is int and step >= 0 else None,
             metrics=_metrics_of(record.user),
+            part=record.part,
             stats=OperationStats.from_json(record.stats),
         )
 

@@ -237,7 +237,7 @@ class KeyValues:
         """Call `write`, which sets `last_key` last, until the store has all that it sets.
 
         Torch's client gets no reply to a `set`. A reply to a later request over the same connection
-        shows that the store has read all earlier ones.
+        shows that the store has read all earlier requests.
         """
         for _ in range(_MAX_WRITES):
             connection = self.client.connection

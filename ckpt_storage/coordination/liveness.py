@@ -115,8 +115,8 @@ class RankProgress:
 class Heartbeats:
     """Progress of this rank, and of others as they report it; safe in any thread.
 
-    Ranks are global ranks. `number` is that of the operation: heartbeats of earlier ones are
-    ignored.
+    Ranks are global ranks. `number` is that of the operation: heartbeats of earlier
+    operations are ignored.
     """
 
     def __init__(self, rank: int) -> None:

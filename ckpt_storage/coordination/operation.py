@@ -53,7 +53,7 @@ class Operation:
     `expect`, `retried`, `progress`.
 
     `what` names it in messages ("the save to s3://..."). `rank` is the rank in the group,
-    `global_rank` the one that messages name. `deadline` is that of this rank's phase. `is_void`:
+    `global_rank` the rank that messages name. `deadline` is that of this rank's phase. `is_void`:
     the files of all ranks are to be deleted; reset if a rank has not acknowledged the end, as it
     may still write. `stats` are set by what runs in it; after an error of `begins_anew_after` the
     caller runs another operation in its place.

@@ -1,7 +1,7 @@
 """The rounds of one operation on one rank: the present round, and how the operation fails and ends.
 
 A rank fails an operation by taking the verdict of a round (see `rounds`). If the coordinator has
-claimed that round, the failure goes to the next one; a commit that the coordinator has claimed
+claimed that round, the failure goes to the next round; a commit that the coordinator has claimed
 cannot fail any more.
 """
 
@@ -75,7 +75,7 @@ class OperationRounds:
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self.global_rank = lane.names[lane.rank]
         self._listener: KeyListener | None = None
-        self._own_errors: dict[str, CheckpointError] = {}  # by text, as copies of them come back
+        self._own_errors: dict[str, CheckpointError] = {}  # by text, as copies of them are received
         self._is_reported = self._is_failure_known = False
         # The present round, and what is known of it; changed under the condition.
         self.changed = threading.Condition()
@@ -247,7 +247,7 @@ class OperationRounds:
         self._listener.listen(current.all_key if self.lane.is_coordinator else current.release_key)
 
     def end_round(self, *, is_last: bool) -> None:
-        """Enter the next round, if there is one."""
+        """Enter the next round, unless the operation has no further round."""
         if is_last:
             self.is_over = True
         else:

@@ -45,10 +45,13 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapped
 
 
-def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether `checkpoint_id` is a path or URL of a storage."""
+def is_location(
+    checkpoint_id: str | os.PathLike[str],
+    parse: Callable[[str | os.PathLike[str]], Location] = Location.of,
+) -> bool:
+    """Return whether `checkpoint_id` is a path or URL of a storage that `parse` takes."""
     try:
-        Location.of(checkpoint_id)
+        parse(checkpoint_id)
     except CheckpointError:
         return False
     return True

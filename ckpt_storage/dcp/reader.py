@@ -71,7 +71,7 @@ class CheckpointStorageReader(StorageReader):
             code. Only for checkpoints from people you trust.
         casts: what a target of another dtype may do to values. "checked": a value that does not
             fit (it would wrap, be truncated, become infinite or NaN) raises `InvalidInputError`;
-            rounded ones are counted in one log line. "exact": rounding raises too. "any": as
+            rounded values are counted in one log line. "exact": rounding raises too. "any": as
             torch, unchecked; also lets targets that share memory take different values.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
         retry: how failed storage requests are repeated.
@@ -101,7 +101,7 @@ class CheckpointStorageReader(StorageReader):
         arguments = locals()
         super().__init__()
         self._path = path
-        self._settings = LoadSettings.of(arguments, base=Location.of(path, storage_options))
+        self._settings = LoadSettings.of(arguments, base=Location.to_read(path, storage_options))
         self.load_id = str(uuid.uuid4())
         self._aim(None)
 
@@ -130,7 +130,7 @@ class CheckpointStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether `checkpoint_id` is a path or URL this reader could read from."""
-        return is_location(checkpoint_id)
+        return is_location(checkpoint_id, Location.to_read)
 
     @property
     def checkpoint_id(self) -> str:

@@ -192,7 +192,8 @@ def consolidate(  # the public surface, all keyword-only
             output=output,
             output_storage_options=output_storage_options,
         )
-        spec = ConsolidateSpec.of(Location.of(url, storage_options), options)
+        parse = Location.of if output is None else Location.to_read
+        spec = ConsolidateSpec.of(parse(url, storage_options), options)
         return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"

@@ -123,7 +123,7 @@ def convert(  # the public surface, all keyword-only
             )
         if memory_limit_bytes is not None:
             check_memory_limit(memory_limit_bytes)
-        source = Location.of(src, storage_options)
+        source = Location.to_read(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) and is_within(target, source):
             raise onto_itself(source.url)

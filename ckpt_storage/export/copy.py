@@ -36,14 +36,20 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
-from ckpt_storage.source.model import CommittedSource, Source, SourceFormat, read_document
+from ckpt_storage.source.model import (
+    CommittedSource,
+    Source,
+    SourceFormat,
+    read_document,
+    read_manifest,
+)
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, redacted_url
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.rereading import read_twice
 
 from .folder import PlainFolder
-from .options import is_within, location_beside
+from .options import Selection, digest, is_within, location_beside
 from .output import (
     Copies,
     Export,
@@ -84,7 +90,8 @@ class CopyReport:
     format: of the source. save_id, slot: of the copy; None for formats of others.
     was_there: the target's newest checkpoint was this save before, and nothing of it was sent.
     file_count, total_bytes: of the checkpoint's files, documents not counted.
-    sent_bytes: went through this process. copied_bytes: copied by the storage itself.
+    sent_bytes: went through this process. copied_bytes: copied by the storage itself, or linked on
+    a file system, where they take no space.
     kept_count, kept_bytes: files of an earlier, unfinished copy that were sound.
     exports: folders of exports that were copied. left_out: what else lies in the source's folder.
     failed_exports: those of `left_out` that an error kept from being copied, damage most often,
@@ -116,6 +123,8 @@ def copy(  # the public surface, all keyword-only
     *,
     storage_options: Mapping[str, Any] | None = None,
     destination_storage_options: Mapping[str, Any] | None = None,
+    include: Selection | None = None,
+    exclude: Selection | None = None,
     overwrite: bool = False,
     copies: Copies = "auto",
     thread_count: int | None = None,
@@ -126,13 +135,18 @@ def copy(  # the public surface, all keyword-only
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> CopyReport:
-    """Copy the checkpoint at `src` to `dst`, on any two storages.
+    """Copy the checkpoint at `src`, or chosen values of it, to `dst`, on any two storages.
 
     Every block is checked against the checkpoint's checksums, and nothing damaged is committed.
     `dst` shows the copy all at once, at the end, or not at all. Calling again after a failure or a
     kill sends only what is missing. Of two calls at the same time, the later one ends the earlier.
     Only the newest save is copied, and those exports directly below it that are of that save; one
     that is damaged does not undo the copy, see `CopyReport.failed_exports`.
+
+    With `include` or `exclude` the copy is a checkpoint of a part, with a save id of its own. Shard
+    files of which everything is wanted the storage copies by itself, in buckets, or they are linked
+    in file systems: no byte of them is read, so `verify` the source if it may be damaged. Linked
+    files take no space, and lose their write permissions.
 
     Checkpoints of other writers carry no checksums: their files, all that lie below `src`, are
     compared by length, and the one that makes them a checkpoint goes last.
@@ -143,10 +157,13 @@ def copy(  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system of `src`.
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
+        include: which values go over: FQNs and glob patterns, or a function of the FQN. Of a
+            checkpoint of ours only.
+        exclude: which of them do not.
         overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
             which the copy takes its place; those of others cannot.
         copies: "auto" lets the storage itself copy where source and target share one that can;
-            "never" reads and sends every byte.
+            "never" reads and sends every byte, and links nothing.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
@@ -169,14 +186,16 @@ def copy(  # the public surface, all keyword-only
     what = f"the copy of {redacted_url(src)}"
 
     def job() -> ExportSpec:
-        source = Location.of(src, storage_options)
+        source = Location.to_read(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) or is_within(target, source):
             told = f"One of {source.url} and {target.url} lies inside the other, or is it."
             raise errors.InvalidInputError(told, next_step="Give a folder beside what is copied.")
-        return ExportSpec(
+        return CopySpec(
             source=source,
             target=target,
+            include=include,
+            exclude=exclude,
             timeouts=Timeouts.of(timeout),
             retry=retry,
             page_cache=page_cache,
@@ -191,6 +210,24 @@ def copy(  # the public surface, all keyword-only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopySpec(ExportSpec):
+    """What is copied, and which values of it."""
+
+    include: Selection | None = None
+    exclude: Selection | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether values are chosen."""
+        return self.include is not None or self.exclude is not None
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        chosen = {name: digest(getattr(self, name)) for name in ("include", "exclude")}
+        return ExportSpec.terms(self) | chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ToCopy(SourceVersion):
     """A checkpoint that is copied; `was_there`: the target's newest is it.
 
@@ -200,6 +237,7 @@ class _ToCopy(SourceVersion):
 
     save_id: str | None = None
     was_there: bool = False
+    is_part: bool = False
     there: CommitLog | None = None
     format: SourceFormat = "ckpt_storage"
     files: Mapping[str, tuple[int, float | None, int | None]] = field(default_factory=dict)
@@ -213,6 +251,10 @@ def _copying(
     if found is None:
         return _find(context, tag)
     assert isinstance(found, _ToCopy)  # noqa: S101  # as `_find` finds
+    if found.is_part:
+        from .copy_part import CopyOfPart  # noqa: PLC0415  # it is made of this module's
+
+        return CopyOfPart(context, found)
     if found.record is not None:
         return _CopyOfOurs(context, found)
     return (_CopyOfFiles if found.was_there else _CopyOfOthers)(context, found)
@@ -230,10 +272,18 @@ def _find(context: ExportContext, tag: exports.IndexTag | None) -> _Copy:
     if head is not None:
         publishing.check_newest(context.source, CommitLog.ending_with(head))
         there = deletion.log_to_extend(context.target)
-        save_id = _name_at_target(context, head.save_id or "", there)
+        wanted, is_part = _id_of_copy(context, head)
+        save_id = _name_at_target(context, wanted, there)
         was_there = there.head is not None and there.head.save_id == save_id
-        found = _ToCopy(record=head, save_id=save_id, was_there=was_there, there=there)
-        return _CopyOfOurs(context, found)
+        found = _ToCopy(
+            record=head, save_id=save_id, was_there=was_there, is_part=is_part, there=there
+        )
+        return _copying(context, found)
+    if isinstance(spec, CopySpec) and spec.selects:
+        raise errors.InvalidInputError(
+            f"{spec.source.url} holds no checkpoint of ours, so no part of it can be copied.",
+            next_step="Use ckpt_storage.convert, which takes include= and exclude= too.",
+        )
     source = open_source(context.source, context.options)
     if isinstance(source, CommittedSource):
         # Saved by us since the log was read.
@@ -257,6 +307,20 @@ def _find(context: ExportContext, tag: exports.IndexTag | None) -> _Copy:
     export = _copying(context, found)
     export.watch = lambda: source.check_unchanged(context.source)
     return export
+
+
+def _id_of_copy(context: ExportContext, head: SlotRecord) -> tuple[str, bool]:
+    """Return the save id that a copy is to have, and whether it is one of a part."""
+    spec, save_id = context.spec, head.save_id or ""
+    assert isinstance(spec, CopySpec)  # noqa: S101  # as `copy` makes it
+    if not spec.selects:
+        return save_id, False
+    from .copy_part import part_id, part_of  # noqa: PLC0415  # as above
+
+    manifest = read_manifest(context.source, head)
+    source = CommittedSource(context.source, head, manifest, context.options)
+    chosen = part_of(source, spec)
+    return (save_id, False) if chosen is None else (part_id(save_id, chosen), True)
 
 
 def _name_at_target(context: ExportContext, save_id: str, there: CommitLog) -> str:
@@ -291,7 +355,7 @@ def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, 
     return {one.path: one.crc32c for one in record.files}, is_whole
 
 
-def _whole(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile:
+def whole_file(name: str, path: str, size_bytes: int, crc32c: int | None) -> OutFile:
     """Return a file that is all of a stored one."""
     segments = [Stored(path=path, size_bytes=size_bytes)]
     return OutFile(name=name, segments=segments, crc32c=crc32c)
@@ -301,6 +365,7 @@ class _Copy(Export[CopyReport]):
     """One copy on one rank."""
 
     found: _ToCopy
+    spec: CopySpec
 
     @property
     def part_bytes(self) -> int:
@@ -341,7 +406,7 @@ class _CopyOfFiles(_Copy):
 
     def lay_out(self) -> list[OutFile]:
         files = sorted(self.found.files.items())
-        return [_whole(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
+        return [whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
 
     def take(self) -> ResumeState:
         folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
@@ -380,7 +445,7 @@ class _CopyOfOurs(_Copy):
 
     def lay_out(self) -> list[OutFile]:
         files = [] if self.found.was_there else self.source.manifest.files
-        return [_whole(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
+        return [whole_file(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
 
     def take(self) -> ResumeState:
         """Begin, send the rank manifests, and see which files an earlier copy has sent."""
@@ -443,6 +508,7 @@ class _CopyOfOurs(_Copy):
             stock=stock,
             stock_entries=head.stock_entries,
             user=head.user,
+            part=head.part,
             stats=head.stats,
         )
         store = self.context.target
@@ -502,11 +568,16 @@ class _CopyOfOurs(_Copy):
             report,
             **{name: sum(getattr(one, name) for one in whole) for name in _SUMS},
             slot=self.record.slot if self.record else None,
-            total_bytes=sum(file.size_bytes for file, _ in self.source.manifest.files),
+            total_bytes=self.total_bytes,
             exports=tuple(copied),
             left_out=tuple(left_out),
             failed_exports=failed,
         )
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of the shard files."""
+        return sum(file.size_bytes for file, _ in self.source.manifest.files)
 
     def _copy_export(self, folder: str) -> CopyReport | None:
         """Copy a folder, or what is missing of it; None if it is no export of the save."""
@@ -517,7 +588,15 @@ class _CopyOfOurs(_Copy):
         if target.is_local:
             # It becomes a root, of which its own store takes a link.
             _check_below(target.path, spec.target.path)
-        inner = replace(spec, source=source, target=target, overwrite=False, progress=None)
+        inner = replace(
+            spec,
+            source=source,
+            target=target,
+            include=None,
+            exclude=None,
+            overwrite=False,
+            progress=None,
+        )
         what, make_export = f"the copy of {source.url}", partial(_copying, tag=tag)
         return run_together(None, "copy", what, inner.timeouts, lambda: inner, make_export)
 

@@ -224,59 +224,51 @@ def lay_out_shards(
         lambda value: value[1].size_bytes if isinstance(value[1], Elements) else 0,
     )
     for number, group in enumerate(groups):
-        segments: list[Segment] = []
-        edges: list[int] = []
-        rows: list[tuple[int, ...]] = []
-        at = 0
-        for fqn, part in group:
-            head, tail, dtype, box = b"", b"", None, None
-            if isinstance(part, Elements):
-                dtype, box = part.dtype, part.box
-                head, tail = tensor_envelope(dtype, box.sizes)
-            start = at + -at % PAYLOAD_ALIGN_BYTES
-            begin = start + len(head)
-            end = begin + part.size_bytes
-            segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
-            at = end + len(tail)
-            lies = (start, at - start, begin, end - begin)
-            rows.append((*known.numbers(fqn, dtype, box), *lies))
-            if block_bytes is not None:
-                edges += [*range(begin, end, block_bytes), end]
-        if block_bytes is not None:
-            edges.append(at)
-        files.append(OutFile(name=shard_name(0, number), segments=segments, edges=edges))
-        tables.append(dict(zip(COLUMNS, zip(*rows, strict=True), strict=True)))
+        file, table = lay_out_shard(shard_name(0, number), group, known, block_bytes)
+        files.append(file)
+        tables.append(table)
     return tuple(files), Shards(tables=tables, known=known)
+
+
+def lay_out_shard(
+    name: str,
+    values: Iterable[tuple[str, Segment]],
+    known: Vocabulary,
+    block_bytes: int | None = None,
+) -> tuple[OutFile, Mapping[str, Sequence[int]]]:
+    """Return a shard file of chunks and pickled objects by FQN, and the columns of its items.
+
+    With `block_bytes` the file has edges at the frames and blocks of our format.
+    """
+    segments: list[Segment] = []
+    edges: list[int] = []
+    rows: list[tuple[int, ...]] = []
+    at = 0
+    for fqn, part in values:
+        head, tail, dtype, box = b"", b"", None, None
+        if isinstance(part, Elements):
+            dtype, box = part.dtype, part.box
+            head, tail = tensor_envelope(dtype, box.sizes)
+        start = at + -at % PAYLOAD_ALIGN_BYTES
+        begin = start + len(head)
+        end = begin + part.size_bytes
+        segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
+        at = end + len(tail)
+        lies = (start, at - start, begin, end - begin)
+        rows.append((*known.numbers(fqn, dtype, box), *lies))
+        if block_bytes is not None:
+            edges += [*range(begin, end, block_bytes), end]
+    if block_bytes is not None:
+        edges.append(at)
+    columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
+    return OutFile(name=name, segments=segments, edges=edges), columns
 
 
 def rank_manifest(
     files: Files, shards: Shards, made: WriteSummary, save_id: str, ties: Mapping[str, str]
 ) -> RankManifest:
     """Return the rank manifest of files of ours, as if one rank had written them."""
-    described = []
-    for number, (file, columns) in enumerate(zip(files, shards.tables, strict=True)):
-        crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
-        parts: dict[int, list[Span]] = {}
-        for span in crcs:
-            parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
-        # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
-        joined_crcs = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
-        block_crcs, frame_crcs = array("I"), array("I")
-        for length in columns["payload_bytes"]:
-            frame_crcs.append(next(joined_crcs))
-            block_crcs.extend(islice(joined_crcs, -(-length // DEFAULT_BLOCK_BYTES)))
-        frame_crcs.append(next(joined_crcs))
-        described.append(
-            ShardFile(
-                path=file.name,
-                size_bytes=file.size_bytes,
-                crc32c=joined(crcs)[2],
-                block_bytes=DEFAULT_BLOCK_BYTES,
-                **columns,
-                block_crcs=block_crcs,
-                frame_crcs=frame_crcs,
-            )
-        )
+    tables = enumerate(zip(files, shards.tables, strict=True))
     return RankManifest(
         save_id=save_id,
         rank=0,
@@ -284,10 +276,36 @@ def rank_manifest(
         fqns=list(shards.known.fqns),
         dtypes=list(shards.known.dtypes),
         boxes=list(shards.known.boxes),
-        files=described,
+        files=[described(file, columns, number, made) for number, (file, columns) in tables],
         ties=dict(ties),
         host=socket.gethostname(),
         pid=os.getpid(),
+    )
+
+
+def described(
+    file: OutFile, columns: Mapping[str, Sequence[int]], number: int, made: WriteSummary
+) -> ShardFile:
+    """Return the table of a shard file that was made, the one at position `number`."""
+    crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
+    parts: dict[int, list[Span]] = {}
+    for span in crcs:
+        parts.setdefault(bisect_right(file.edges, span[0]), []).append(span)
+    # Of a frame, then of the blocks of a payload, and so on; frames may be empty.
+    joined_crcs = (joined(parts.get(at, [(0, 0, 0)]))[2] for at in range(len(file.edges)))
+    block_crcs, frame_crcs = array("I"), array("I")
+    for length in columns["payload_bytes"]:
+        frame_crcs.append(next(joined_crcs))
+        block_crcs.extend(islice(joined_crcs, -(-length // DEFAULT_BLOCK_BYTES)))
+    frame_crcs.append(next(joined_crcs))
+    return ShardFile(
+        path=file.name,
+        size_bytes=file.size_bytes,
+        crc32c=joined(crcs)[2],
+        block_bytes=DEFAULT_BLOCK_BYTES,
+        **columns,
+        block_crcs=block_crcs,
+        frame_crcs=frame_crcs,
     )
 
 

@@ -155,12 +155,14 @@ class SourceVersion:
 class ResumeState:
     """What the coordinator found in a place that it took; `name` is what the files are named by.
 
-    By position: `done` are files that bear their names, `sealed` those that only lack them.
+    By position: `done` are files that bear their names, `sealed` those that only lack them, and
+    `whole` the paths of stored files that they equal, which the storage may copy by itself.
     """
 
     name: str = ""
     done: Mapping[int, FileRef] = field(default_factory=dict)
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
+    whole: Mapping[int, str] = field(default_factory=dict)
 
 
 Span = tuple[int, int, int]

@@ -136,7 +136,7 @@ def _agree(
     taken = operation.broadcast(taken)
     assert export is not None  # noqa: S101  # else the coordinator has raised for all
     export.rename(taken.name)
-    export.plan = export.plan.leaving(taken.done, taken.sealed)
+    export.plan = export.plan.leaving({*taken.done, *taken.whole}, taken.sealed)
     return export, taken
 
 

@@ -18,7 +18,13 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
 from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import Sealed
@@ -135,8 +141,14 @@ class FileWriter:
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
         own = plan.regions_of(self._operation.rank)
         regions = [r for r in own if not r.is_done]
-        checks = [partial(self._check, r, taken.done[r.file], regions) for r in own if r.is_done]
-        context.at_once("check files", checks)
+        looks = [
+            partial(self._check, r, taken.done[r.file], regions)
+            if r.file in taken.done
+            else partial(self._copy_whole, r, taken.whole[r.file], regions)
+            for r in own
+            if r.is_done
+        ]
+        context.at_once("check and copy files", looks)
         if is_first:
             for at, file in enumerate(plan.files):
                 if not file.size_bytes and at not in taken.done:
@@ -160,6 +172,27 @@ class FileWriter:
             damaged.append(whole)
             return
         self._result.sealed[whole.file] = Sealed(file=file)
+        self._export.on_bytes(file.size_bytes)
+
+    def _copy_whole(self, whole: Region, path: str, refused: list[Region]) -> None:
+        """Have the storage make a file that equals a stored one; add it to those it refuses."""
+        context, file = self._context, self._plan.files[whole.file]
+        source, crc32c = context.source.copy_source(path), None
+        try:
+            if source is None:
+                raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
+            crc32c = context.target.copy_object(file.name, source, size_bytes=file.size_bytes)
+        except StorageError as error:
+            if error.kind in COPY_REFUSALS:
+                refused.append(whole)
+                return
+            raise explained(error, [_place_of(path, file)], self._export.source) from error
+        # Without a report only the length was checked.
+        crc32c = file.crc32c if crc32c is None else crc32c
+        sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
+        with self._lock:
+            self._result.moved.update(copied_bytes=file.size_bytes)
+        self._seal(whole.file, sealed)
         self._export.on_bytes(file.size_bytes)
 
     def _is_sound(self, file: FileRef) -> bool:
@@ -387,6 +420,11 @@ class FileWriter:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
         self._context.deadline.watch.advanced(file_count=1)
+
+
+def _place_of(path: str, file: OutFile) -> ChunkPlace:
+    size = file.size_bytes
+    return ChunkPlace(path=path, fqn="", start=0, size_bytes=size, file_bytes=size)
 
 
 def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:

@@ -25,9 +25,12 @@ class HeadRef:
         return {"slot": self.slot, "save_id": self.save_id}
 
 
-_COMMIT_KEYS = ("save_id", "manifest", "stock", "stock_entries", "previous", "stats", "user")
+_COMMIT_KEYS = (
+    *("save_id", "manifest", "stock", "stock_entries", "previous"),
+    *("part", "stats", "user"),
+)
 
-_LEFT_OUT = {"stats", "stock_entries", "user"}
+_LEFT_OUT = {"part", "stats", "stock_entries", "user"}
 """Where there is nothing to say."""
 
 
@@ -37,7 +40,8 @@ class SlotRecord:
 
     `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
     `stats` are those of the save, and `user` what the saver wants to read again in a list of
-    checkpoints; both plain JSON.
+    checkpoints; both plain JSON. `part` says of which save (`of`) this holds some values only, and
+    by which patterns they were chosen.
     """
 
     type: Literal["commit", "fence", "deleted"]
@@ -52,9 +56,16 @@ class SlotRecord:
     fenced: Sequence[str] = ()
     stats: Mapping[str, Any] = field(default_factory=dict, hash=False)
     user: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    part: Mapping[str, Any] = field(default_factory=dict, hash=False)
     created_at: str = ""
     host: str = ""
     pid: int = 0
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether this commit replaced the save that it is a part of."""
+        previous = self.previous
+        return previous is not None and self.part.get("of") == previous.save_id
 
     def encode(self) -> bytes:
         """Return the sealed document.
@@ -65,7 +76,7 @@ class SlotRecord:
         body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
             value = getattr(self, key)
-            value = dict(value) if key in {"stats", "user"} else value
+            value = dict(value) if key in {"part", "stats", "user"} else value
             if key not in _LEFT_OUT or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
@@ -95,7 +106,8 @@ class SlotRecord:
             raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
-        user, stats, is_commit = body.get("user"), body.get("stats"), kind == "commit"
+        user, part, stats = body.get("user"), body.get("part"), body.get("stats")
+        is_commit = kind == "commit"
         save_id = get.value("save_id", str) if is_commit else None
         record = cls(
             type=kind,  # type: ignore[arg-type]  # checked above
@@ -113,6 +125,7 @@ class SlotRecord:
             # Whatever is in it, the checkpoint can be read.
             stats=stats if is_commit and isinstance(stats, dict) else {},
             user=user if is_commit and isinstance(user, dict) else {},
+            part=part if is_commit and isinstance(part, dict) else {},
             created_at=get.note("created_at", str, ""),
             host=get.note("host", str, ""),
             pid=get.note("pid", int, 0),

@@ -66,7 +66,7 @@ def open_checkpoint(
         "retry": retry or RetryPolicy(),
     }
     check_choice("casts", casts, Casts)
-    location = Location.of(url, storage_options)
+    location = Location.to_read(url, storage_options)
     return Checkpoint(
         Handle(location, unsafe_pickle=unsafe_pickle, casts=casts, arguments=arguments)
     )

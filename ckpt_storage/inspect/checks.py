@@ -204,8 +204,8 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     try:
         entries = findings.store.list("", recursive=False)
     except StorageError as error:
-        # Without the right to list only the default place can be looked at.
-        if error.kind not in {"not-found", "permission"}:
+        # Without a listing only the default place can be looked at.
+        if error.kind not in {"not-found", "permission", "unsupported"}:
             raise
     else:
         found = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
@@ -309,9 +309,9 @@ def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
     try:
         names = {entry.path.rpartition("/")[2] for entry in store.list(folder, recursive=False)}
     except StorageError as error:
-        if error.kind not in {"not-found", "permission"}:
+        if error.kind not in {"not-found", "permission", "unsupported"}:
             raise
-        log.info("What lies beside the export %s cannot be told: %s", folder or ".", error)
+        log.info("The folder of the export %s cannot be listed: %s", folder or ".", error)
         return
     for name in sorted(names - tag.names - {GUARD_NAME}):
         if name.endswith(".safetensors"):

@@ -96,7 +96,7 @@ def verify(  # the public surface, all keyword-only
 
     Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
     """
-    location, timeouts = Location.of(url, storage_options), Timeouts.of(timeout)
+    location, timeouts = Location.to_read(url, storage_options), Timeouts.of(timeout)
     what = f"Verifying {location.url}"
     deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)

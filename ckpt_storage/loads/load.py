@@ -110,7 +110,7 @@ def load(  # the public surface, all keyword-only
         try:
             with ranks.operation(what, timeouts=timeouts) as operation:
                 operation.begins_anew_after = _SUPERSEDED if loads_left else ()
-                settings = LoadSettings.of(arguments, base=Location.of(url, storage_options))
+                settings = LoadSettings.of(arguments, base=Location.to_read(url, storage_options))
                 session = LoadSession(settings, begin=operation.phase)
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items(), key=lambda item: str(item[0]))))

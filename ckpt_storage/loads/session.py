@@ -108,6 +108,10 @@ class LoadSettings:
         return dataclasses.replace(options, part_bytes=min(share, REMOTE_READ_BYTES))
 
 
+_READERS_ONLY = frozenset({"permission", "unsupported"})
+"""Kinds of errors of a reader that may not write, or of a storage that takes no writes."""
+
+
 class LoadSession:
     """One load as this rank sees it, step by step, in one thread; `begin` starts its phases.
 
@@ -201,7 +205,7 @@ class LoadSession:
             self._newer = error
         except CheckpointError as error:
             # The next saver publishes.
-            is_denied = isinstance(error, StorageError) and error.kind == "permission"
+            is_denied = isinstance(error, StorageError) and error.kind in _READERS_ONLY
             level = logging.DEBUG if is_denied else logging.WARNING
             log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
 

@@ -39,7 +39,7 @@ class EarlyRendezvous:
         return self._bound is not None
 
     def poll(self, turn: int, *, wants_meeting: bool) -> int | None:
-        """Return the turn at which all meet, never one before `turn`; None while it is open."""
+        """Return the turn at which all meet, never before `turn`; None while it is open."""
         while self._agreed_turn is None and (
             self._bound is not None or self._commit(turn, wants_meeting=wants_meeting)
         ):

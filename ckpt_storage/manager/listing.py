@@ -44,7 +44,7 @@ def list_checkpoints(
 
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
-    location, timeouts = Location.of(root_url, storage_options), Timeouts.of(timeout)
+    location, timeouts = Location.to_read(root_url, storage_options), Timeouts.of(timeout)
     root = Root(location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True)
     deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
     names = sorted(root.list_folders(deadline), key=natural)
@@ -63,7 +63,7 @@ def list_checkpoints(
 def list_all(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     """Return the checkpoints below all roots, by step; of each name the save that began last."""
     infos = list[CheckpointInfo]()
-    # Of two copies of one save, that of the first root comes last.
+    # Of two copies of a save, the copy of the first root is last.
     for root in reversed(roots):
         links = root.links_to_steps()
         names = [name for name in root.list_folders(deadline) if name not in links]
@@ -79,12 +79,12 @@ def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Ro
 
 
 def find_newest(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
-    """Return the newest committed checkpoint that is not known to be damaged."""
+    """Return the newest committed checkpoint that is whole and not known to be damaged."""
     for _, state in newest_first(roots, deadline):
         damage = damage_of(state)
         if damage is not None:
             log.warning("%s is skipped, and an older checkpoint is taken: %s", state.url, damage)
-        if state.info is not None and not state.is_damaged:
+        if state.info is not None and not state.is_damaged and not state.info.part:
             return state.info
     return None
 

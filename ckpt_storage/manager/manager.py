@@ -65,8 +65,8 @@ class CheckpointManager:
     Every rank makes one with equal arguments. Each checkpoint is a folder of the root, named after
     its step. Folders with other names, and files of other tools, are never changed. After a save
     the coordinator deletes in the background what no policy keeps: never the newest sound
-    checkpoint, never one that this manager saves or loads. One manager a root suffices for that;
-    more do no harm.
+    checkpoint, never a checkpoint that this manager saves or loads. A single manager a root
+    suffices; more do no harm.
 
     Args:
         root_url: folder or URL that holds the checkpoints; the same on every rank.
@@ -136,7 +136,7 @@ class CheckpointManager:
             "the names of steps": names,
             "the mirror's URL": self._roots[-1].location.url,
         }
-        # Not a count of managers: a manager that one rank makes alone must shift nothing.
+        # Not a count of managers: a manager on a single rank must not change the lanes of others.
         identity = f"{self.url}\n{names}".encode()
         channel = f"manager/{hashlib.sha256(identity).hexdigest()[:16]}"
         self._has_met = False
@@ -348,6 +348,7 @@ class CheckpointManager:
         *,
         step: int | None = None,
         url: str | os.PathLike[str] | None = None,
+        part: bool = False,
         check: Check = "read",
         planner: LoadPlanner | None = None,
         rename: Rename | None = None,
@@ -367,7 +368,8 @@ class CheckpointManager:
         next older one is loaded. The step of a damaged checkpoint may be saved again.
 
         With `step` that checkpoint is loaded and no other; with `url` the one at that URL, also
-        below another root, which `storage_options` must fit. Other arguments as for
+        below another root, which `storage_options` must fit. Thin checkpoints are skipped, and one
+        that was named is an error, unless `part` asks for what is there. Other arguments as for
         `ckpt_storage.load`.
 
         Raises:
@@ -377,12 +379,12 @@ class CheckpointManager:
 
         """
         options = locals().copy()
-        for name in ("self", "state", "step", "url", "check"):
+        for name in ("self", "state", "step", "url", "part", "check"):
             del options[name]
         self._begin_restore()
         options |= {"process_group": self._process_group, "retry": self._retry}
         load_from = partial(load, state, timeout=self._timeouts, **options)
-        resumer = partial(Resumer, self._ranks, self._roots, check=check)
+        resumer = partial(Resumer, self._ranks, self._roots, check=check, part=part)
         if url is not None:
             select = partial(select_url, self._roots, url, step)
             return resumer(selected=redacted_url(url), select=select).run(load_from)

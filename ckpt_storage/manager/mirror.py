@@ -26,7 +26,7 @@ log = logging.getLogger("ckpt_storage")
 
 
 class Mirror:
-    """Copies the checkpoints of `root` that `target` lacks; none that `keep` would not keep there.
+    """Copies the checkpoints of `root` that `target` lacks, and that `keep` would keep there.
 
     A copy is made by the export engine: it keeps the save id, and is visible when it is complete.
     The two roots are compared each time, so that after a crash the next process goes on.
@@ -66,7 +66,9 @@ class Mirror:
             return False
         if copied is None or copied.info is None:
             return True
-        is_same = copied.status == "foreign" or copied.save_id == state.save_id
+        # The mirror keeps what was dropped here until its own policy drops it there.
+        whole_id = None if state.info is None else state.info.part.get("of")
+        is_same = copied.status == "foreign" or copied.save_id in {state.save_id, whole_id}
         return not is_same and begun_s(copied.info) <= begun_s(state.info)
 
     def fill(self, job: Deadline) -> bool:

@@ -70,7 +70,7 @@ class PreemptionNotices:
         return not self._is_closed and (bool(self._handlers_before) or self._hook is not None)
 
     def pending(self, *, asks_hook: bool = True) -> str | None:
-        """Return the first notice of this process, None before there was one.
+        """Return the first notice of this process, None before it.
 
         Never raises and never waits. `asks_hook`: call the hook, unless it is running; a later call
         of this method returns its answer.

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
@@ -26,6 +26,11 @@ class Candidate:
     metrics: Mapping[str, float]
     age_s: float | None
     info: CheckpointInfo | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it holds some values of a save only."""
+        return self.info is not None and bool(self.info.part)
 
     @classmethod
     def of(cls, info: CheckpointInfo, step: int, age_s: float | None = None) -> Self:
@@ -65,7 +70,7 @@ class RetentionPolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(RetentionPolicy):
-    """Keep the `n` newest, by step. Damaged ones do not count."""
+    """Keep the `n` newest, by step. Damaged and thin ones do not count."""
 
     n: int
 
@@ -74,7 +79,8 @@ class KeepLatest(RetentionPolicy):
 
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return names with the reason."""
-        return {candidate.name: f"{self}" for candidate in candidates[-self.n :]}
+        whole = [candidate for candidate in candidates if not candidate.is_part]
+        return {candidate.name: f"{self}" for candidate in whole[-self.n :]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +226,38 @@ class KeepNewerThan(RetentionPolicy):
 
     def __str__(self) -> str:
         return f"KeepNewerThan({self.age_s:g} s)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepPart(RetentionPolicy):
+    """Keep a part of all sound checkpoints that no other policy keeps: thin them.
+
+    `drop` are the names and glob patterns of what is dropped, as for `ckpt_storage.thin`.
+    """
+
+    drop: str | tuple[str, ...] = "optim*"
+
+    def __post_init__(self) -> None:
+        patterns: tuple[Any, ...] = self.patterns
+        if not patterns or not all(isinstance(text, str) and text for text in patterns):
+            raise InvalidInputError(
+                f"drop of KeepPart is {self.drop!r}.",
+                next_step='Give names or patterns, such as "optim*".',
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """`drop` as a tuple."""
+        return (self.drop,) if isinstance(self.drop, str) else tuple(self.drop)
+
+    def kept(self, _: Sequence[Candidate]) -> dict[str, str]:
+        """Return nothing: it keeps none whole."""
+        return {}
+
+    def is_met_by(self, info: CheckpointInfo) -> bool:
+        """Return whether what is to be dropped is known to be dropped."""
+        dropped = info.part.get("exclude")
+        return isinstance(dropped, list | tuple) and {*self.patterns} <= {*dropped}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Deleting the checkpoints of a run that no policy keeps (I18).
+"""Deleting, or thinning, the checkpoints of a run that no policy keeps (I18).
 
 Pruning needs no lock on the storage. A plan may be old when it is executed: before each deletion
 the newest sound checkpoint is read again, and the exclusive create of a slot that names the planned
@@ -21,6 +21,7 @@ from ckpt_storage.commit import cleaning, deletion
 from ckpt_storage.commit.deletion import TOMBSTONE_AGE_S
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, UnsupportedByStoreError
+from ckpt_storage.export.thin import thin
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
@@ -31,7 +32,7 @@ from .delete import delete_with_exports
 from .folders import FolderState, by_step
 from .names import DEFAULT_TEMPLATE, StepNames
 from .policies import Keep, policies_of
-from .retention import Decision, PruneReport, plan_retention, supports_of
+from .retention import Decision, PruneReport, part_policy_of, plan_retention, supports_of
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -74,6 +75,9 @@ class Pruner:
     ) -> None:
         self._root = root
         self._policies = policies_of(keep)
+        self._thins = part_policy_of(self._policies)
+        # Saves of which there is nothing to drop.
+        self._undroppable: set[str] = set()
         self._protect = protect
         self._lock = threading.Lock()
         self._tried_tombstones: set[tuple[str, int]] = set()
@@ -131,8 +135,10 @@ class Pruner:
             }
             if self._last_saved is not None:
                 protected[self._last_saved] = "it is what this manager saved last"
-            plan = plan_retention(states, self._policies, protected=protected)
-            if not plan.planned or plan.newest is None:
+            plan = plan_retention(
+                states, self._policies, protected=protected, undroppable=self._undroppable
+            )
+            if not (plan.planned or plan.parts) or plan.newest is None:
                 break
             stale = supports_of(self._policies, states) - fresh
             fresh |= stale
@@ -154,19 +160,21 @@ class Pruner:
     def execute(
         self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[FolderState] = ()
     ) -> PruneReport:
-        """Delete what `plan` says, then free leftovers; one thread at a time. Raises as `prune`.
+        """Delete and thin what `plan` says, then free leftovers. Raises as `prune`.
 
-        Names in use stay. A deletion that fails is reported, and the others go on.
+        One thread at a time. Names in use stay. What fails is reported, and the others go on.
         """
-        if plan.planned or plan.leftovers:
+        if plan.planned or plan.parts or plan.leftovers:
             # Probed at the root, so that a crash leaves no probe in a checkpoint.
             find_abilities(self._root.open(deadline))
         what = f"Pruning {self._root.location.url}"
-        deleted, freed = list[str](), list[str]()
+        deleted, thinned, freed = list[str](), list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
         decisions = {decision.name: decision for decision in plan.planned}
+        parts = {decision.name: decision for decision in plan.parts}
         slots = {state.name: {(state.name, state.slot)} for state in tombstones}
-        for name in (*decisions, *plan.leftovers, *self._to_clean(plan.kept, tombstones)):
+        cleaned = self._to_clean(plan.kept, tombstones)
+        for name in (*decisions, *parts, *plan.leftovers, *cleaned):
             deadline.check(what)
             try:
                 with self._root.in_use.reserved_for_deletion(name) as is_free:
@@ -175,6 +183,9 @@ class Pruner:
                     elif name in decisions:
                         reason = self._delete(decisions[name], plan.newest, deadline)
                         deleted += [] if reason else [name]
+                    elif name in parts:
+                        reason = self._thin(parts[name], plan.newest, deadline)
+                        thinned += [] if reason else [name]
                     else:
                         reason = self._free(name, deadline, freed)
             except PhaseTimeoutError:
@@ -188,7 +199,7 @@ class Pruner:
                 skipped |= {name: reason} if reason else {}
             self._tried_tombstones |= slots.get(name, set())
         report = replace(plan, is_dry_run=False, skipped=skipped, failed=failed)
-        return replace(report, deleted=tuple(deleted), freed=tuple(freed))
+        return replace(report, deleted=tuple(deleted), thinned=tuple(thinned), freed=tuple(freed))
 
     def _warn_of_higher_steps(self, newest: CheckpointInfo | None) -> None:
         saved, step = self._highest_saved, -1 if newest is None else newest.step or 0
@@ -223,6 +234,44 @@ class Pruner:
     ) -> str | None:
         """Delete one checkpoint; return why it was not deleted, None if it was."""
         name, info = decision.name, decision.info
+        if (reason := self._refusal(name, info, newest, deadline)) is not None:
+            return reason
+        assert info is not None  # noqa: S101  # else it was refused
+        log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
+        is_deleted = delete_with_exports(self._root.open(deadline, name), info.save_id)
+        return None if is_deleted else "another save replaced it, or it is gone"
+
+    def _thin(
+        self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
+    ) -> str | None:
+        """Thin one checkpoint; return why it was not thinned, None if it was."""
+        name, info, policy = decision.name, decision.info, self._thins
+        if (reason := self._refusal(name, info, newest, deadline)) is not None:
+            return reason
+        assert info is not None and policy is not None  # noqa: S101, PT018  # else it was refused
+        log.info("thinning %s: %s", info.url, "; ".join(decision.reasons))
+        place = self._root.location.child(name)
+        report = thin(
+            place.target,
+            drop=policy.patterns,
+            expected_save_id=info.save_id,
+            storage_options=place.storage_options,
+            timeout=self._root.timeouts,
+            retry=self._root.retry,
+        )
+        if report.was_thin:
+            self._undroppable.add(report.save_id)
+            return "nothing in it matches what is to be dropped"
+        return None
+
+    def _refusal(
+        self,
+        name: str,
+        info: CheckpointInfo | None,
+        newest: CheckpointInfo | None,
+        deadline: Deadline,
+    ) -> str | None:
+        """Return why a planned checkpoint must not be touched, None if it may be."""
         if info is None or not info.save_id or newest is None or by_step(info) >= by_step(newest):
             return "nothing sound is newer"
         links = self._root.links()
@@ -235,9 +284,7 @@ class Pruner:
             fate = "gone" if present is None else "replaced by another save"
             return f"{newest.name}, the newest, is {fate}"
         self._root.forget(name)
-        log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
-        is_deleted = delete_with_exports(self._root.open(deadline, name), info.save_id)
-        return None if is_deleted else "another save replaced it, or it is gone"
+        return None
 
     def _free(self, name: str, deadline: Deadline, freed: list[str]) -> str | None:
         """Free the leftovers of dead saves and deletions, at last the slots; as `_delete`."""

@@ -15,6 +15,7 @@ from ckpt_storage.errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
+    InvalidInputError,
     RankFailedError,
 )
 from ckpt_storage.inspect.verify import check_part, part_bytes
@@ -55,7 +56,7 @@ class SkippedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The checkpoint that was loaded, and the newer ones that could not be, newest first.
+    """The checkpoint that was loaded, and newer checkpoints that could not be, newest first.
 
     `step` is 0 for a checkpoint of another root whose record and name have no step.
     """
@@ -76,7 +77,8 @@ class Resumer:
     """One restore on one rank, together with the others.
 
     By default of the newest checkpoint below `roots`. `select`, called where all ranks get its
-    error, returns the roots of a checkpoint and its name; `selected` names it in messages.
+    error, returns the roots of a checkpoint and its name; `selected` names it in messages. With
+    `part` one that holds some values only is loaded, too.
     """
 
     def __init__(
@@ -87,12 +89,14 @@ class Resumer:
         check: Check = "read",
         selected: str = "the newest",
         select: Callable[[], Selection] | None = None,
+        part: bool = False,
     ) -> None:
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
         self._selected = selected
         self._select = select
+        self._takes_parts = part
         self._name: str | None = None
         self._timeouts = roots[0].timeouts
         self._url = " and ".join(root.location.url for root in roots)
@@ -157,7 +161,8 @@ class Resumer:
         what = f"the choice of a checkpoint below {self._url}"
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
-            operation.meet({"check": self._check, "the checkpoint": self._selected})
+            terms = {"check": self._check, "the checkpoint": self._selected}
+            operation.meet(terms | {"part": str(self._takes_parts)})
             if self._select is not None and self._name is None:
                 self._roots, self._name = self._select()
                 self._url = " and ".join(root.location.url for root in self._roots)
@@ -200,6 +205,8 @@ class Resumer:
                 state = root.read_state(listed.name, deadline)
             # The other root may have a copy of a named checkpoint, whatever the problem here.
             problem = damage_of(state) if self._name is None else state.problem
+            if problem is None and state.info is not None and state.info.part:
+                problem = None if self._takes_parts else _part_problem(state.info)
             if problem is None and state.info is not None:
                 return state.info, self._roots.index(root), skipped
             self._release()
@@ -255,6 +262,17 @@ class Resumer:
             )
             raise error if error is not None and is_own else fatal
         return (causes[0] if causes else None), present_id
+
+
+def _part_problem(info: CheckpointInfo) -> InvalidInputError:
+    """Return why a checkpoint that was thinned is not loaded unless asked for."""
+    dropped = ", ".join(map(str, info.part.get("exclude") or ())) or "some values"
+    return InvalidInputError(
+        f"{info.url} holds a part of save {info.part.get('of')}: {dropped} were left out.",
+        path=info.url,
+        phase="load",
+        next_step="To load what is there, pass part=True and a state with those names only.",
+    )
 
 
 def _report_skipped(info: CheckpointInfo, skipped: Sequence[SkippedCheckpoint]) -> None:

@@ -22,6 +22,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
 from ckpt_storage.inspect.verify import check_part
 from ckpt_storage.options import RetryPolicy, Timeouts
@@ -44,6 +45,12 @@ _LOCAL_THREADS = 4
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
+
+
+def _age_slot(head: SlotRecord) -> int:
+    """Return the slot from which the age of a checkpoint counts: thinning changes no age."""
+    slot = head.part.get("slot") if head.is_thinned else None
+    return slot if isinstance(slot, int) and 0 < slot < head.slot else head.slot
 
 
 class Root:
@@ -134,7 +141,7 @@ class Root:
         if slots.head is not None:
             info = CheckpointInfo.of(url, slots.head, name=state.name)
             info = info if self._recorded_steps else replace(info, step=state.step)
-            return replace(state, status="committed", info=info, slot=slots.head.slot)
+            return replace(state, status="committed", info=info, slot=_age_slot(slots.head))
         if is_foreign(store, slots):
             footer = read_footer(store) if slots.last is None else None
             if footer is not None:

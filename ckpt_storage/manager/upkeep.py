@@ -20,7 +20,7 @@ _CLOSE_S = 60.0
 
 
 class Upkeep:
-    """Prunes the first root and fills its mirror, the second root if there is one.
+    """Prunes the first root and fills its mirror, the second root, if any.
 
     Only the coordinator does either; the methods of other ranks return at once. `prunes`: prune
     after each commit. `record_save` may be called in any thread.

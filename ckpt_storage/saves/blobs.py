@@ -32,7 +32,7 @@ def pickled(value: object) -> io.BytesIO:
 
 
 def _compacted(value: object) -> object:
-    """Return a value in which views of larger storages are clones; itself where there are none."""
+    """Return a value in which views of larger storages are clones; itself if it has none."""
     tensors = {id(tensor): tensor for tensor in _tensors_in(value, set())}
     used_bytes = Counter[int]()
     for tensor in tensors.values():

@@ -61,7 +61,7 @@ class DeviceReader:
         self._can_pin = True
 
     def views(self, device: torch.device, windows: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-        """Yield the copied bytes of each window while the next one is being copied."""
+        """Yield the copied bytes of each window while the next window is being copied."""
         with torch.cuda.device(device):
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch

@@ -24,7 +24,7 @@ _GROUP_MIN_BYTES = MIB
 """Bytes of a group, a rank on average, from which a file of its own is worth its requests."""
 
 
-def check_groups(groups: object) -> None:
+def check_groups(groups: Sequence[str]) -> None:
     """Raise `InvalidInputError` unless an argument is a list of different patterns."""
     patterns = list(groups) if isinstance(groups, list | tuple) else [""]
     is_text = all(isinstance(pattern, str) for pattern in patterns)

@@ -28,7 +28,7 @@ from .shardfile import Item
 MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
 """What to do about a tensor that cannot be saved."""
 
-_MOST_WINDOW_BYTES = 4 << 20
+_MAX_WINDOW_BYTES = 4 << 20
 """Long enough to hide the start of a copy, short enough to be done while as much is written."""
 
 _SMALL_BYTES = 64 << 10
@@ -36,7 +36,7 @@ _SMALL_BYTES = 64 << 10
 
 
 Items = Callable[[SavePlan], Iterable[Item]]
-"""Yields the items of a final plan. Raises `InvalidInputError` naming one that cannot be saved."""
+"""Yields the items of a final plan. Raises `InvalidInputError` naming an item it cannot save."""
 
 
 class LiveItems:
@@ -208,7 +208,7 @@ def host_views(
         yield byte_view(tensor)
         return
     is_cuda = tensor.device.type == "cuda"
-    most_bytes = min(window_bytes, _MOST_WINDOW_BYTES) if is_cuda else window_bytes
+    most_bytes = min(window_bytes, _MAX_WINDOW_BYTES) if is_cuda else window_bytes
     windows = _windows(tensor, max(1, most_bytes // max(1, tensor.element_size())))
     if is_cuda:
         yield from devices.views(tensor.device, windows)
@@ -252,7 +252,7 @@ def _windows(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 
 def ties_of(planner: SavePlanner) -> dict[str, str]:
-    """Return alias -> target of a planner's state; {} for one that does not keep it as DCP's do."""
+    """Return alias -> target of a planner's state; {} if it keeps none as DCP's do."""
     state = getattr(planner, "state_dict", None)
     return ties_in(state) if isinstance(state, Mapping) else {}
 

@@ -49,8 +49,8 @@ Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
 class SaveOptions:
     """The options of one save; as those of `CheckpointStorageWriter`.
 
-    `step` and `restores` tell the saves of a run apart: its training step, and how often the run
-    has gone back to an earlier one. `user` goes into the commit record; `replaces` are the ids of
+    `step` and `restores` identify a save of a run: its training step, and how often the run has
+    gone back to an earlier step. `user` goes into the commit record; `replaces` are the ids of
     saves known to be damaged; no difference between ranks fails a save with `is_preemption`.
     """
 

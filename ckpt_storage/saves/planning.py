@@ -48,13 +48,13 @@ def structure_of(
     """Return the structure of a flat state; None if it has values that plan for themselves."""
     values: list[object] = []
     meshes: dict[int, object] = {}
-    # By identity; tensors of one layer often share one tuple.
+    # By identity: the tensors of a layer often share a tuple.
     spelt: dict[int, Placements] = {}
-    # Equal parts are one object: the collector's passes cost more than everything else here.
-    one: dict[Any, Any] = {}
+    # Equal parts are the same object: the collector's passes cost more than all else here.
+    shared: dict[Any, Any] = {}
     for fqn, value in state.items():
         if type(value) in PLAIN and parts_of(value) is None:
-            shape = one.setdefault(value.shape, value.shape)
+            shape = shared.setdefault(value.shape, value.shape)
             values.append((fqn, shape, value.dtype, value.layout, value.requires_grad))
         elif type(value) is DTensor:
             local = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
@@ -66,12 +66,12 @@ def structure_of(
                 key = meshes[id(mesh)] = (mesh.mesh.tolist(), mesh.get_coordinate())
             if id(placements) not in spelt:
                 spelling = placements_key(placements)
-                spelt[id(placements)] = one.setdefault(spelling, spelling)
+                spelt[id(placements)] = shared.setdefault(spelling, spelling)
             shape, local_shape = value.shape, local.shape
             values.append(
                 (
-                    *(fqn, one.setdefault(shape, shape), value.dtype, value.requires_grad),
-                    *(one.setdefault(local_shape, local_shape), local.dtype),
+                    *(fqn, shared.setdefault(shape, shape), value.dtype, value.requires_grad),
+                    *(shared.setdefault(local_shape, local_shape), local.dtype),
                     *(local.layout, local.requires_grad),
                     *(spelt[id(placements)], key),
                 )
@@ -100,32 +100,9 @@ class CachedPlan:
     metadata: Metadata | None = None
     from_lowest: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls,
-        plan_id: str,
-        plan: SavePlan,
-        structure: Structure,
-        *,
-        item_count: int,
-        metadata: Metadata | None,
-        from_lowest: frozenset[str],
-    ) -> CachedPlan:
-        """Return a plan to keep, without the chunks of metadata with many items."""
-        if metadata is not None and item_count > STOCK_ENTRY_LIMIT:
-            metadata = _without_chunks(metadata)
-        return cls(
-            plan_id=plan_id,
-            plan=plan,
-            structure=structure,
-            item_count=item_count,
-            metadata=metadata,
-            from_lowest=from_lowest,
-        )
-
 
 PLAN_CACHE: deque[CachedPlan] = deque(maxlen=2)
-"""The plans that this process keeps: of a model and one state besides."""
+"""The plans that this process keeps: of a model and of one more state."""
 
 
 def find_cached_plan(cache: deque[CachedPlan], structure: Structure | None) -> CachedPlan | None:
@@ -133,7 +110,10 @@ def find_cached_plan(cache: deque[CachedPlan], structure: Structure | None) -> C
     return next((plan for plan in reversed(tuple(cache)) if plan.structure == structure), None)
 
 
-def _without_chunks(metadata: Metadata) -> Metadata:
+def metadata_to_cache(metadata: Metadata | None, item_count: int) -> Metadata | None:
+    """Return the metadata of a plan of so many items, as `CachedPlan` keeps it."""
+    if metadata is None or item_count <= STOCK_ENTRY_LIMIT:
+        return metadata
     described = {
         fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
         for fqn, entry in metadata.state_dict_metadata.items()
@@ -219,9 +199,9 @@ def take_from_lowest(plans: Sequence[SavePlan], names: AbstractSet[str]) -> list
 
 
 def checked(plan: SavePlan) -> SavePlan:
-    """Return a plan that can be stored, in which what is equal of many items is one object.
+    """Return a plan that can be stored, in which equal parts of items are the same object.
 
-    Raises `InvalidInputError` for tensors of whose elements nobody knows the bytes.
+    Raises `InvalidInputError` for tensors whose elements have no known bytes.
     """
     known: dict[object, Any] = {}
     items = []
@@ -286,22 +266,24 @@ def _check_keys(value: object, prefix: str = "") -> None:
 
 @contextmanager
 def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what a planner raises at into `InvalidInputError` naming the key, where it is known."""
+    """Raise a planner's error as `InvalidInputError` that names the value, where it is known."""
     try:
         yield
     except CheckpointError:
         raise
     except RecursionError as error:
-        circle = _circle_in(state, frozenset({id(state)}))
+        name = _cycle_in(state, frozenset({id(state)}))
         message = "The state cannot be saved: it is nested too deeply."
-        if circle is not None:
-            message = f"{circle} cannot be saved: it is a container that holds itself."
-        raise InvalidInputError(message, phase="plan", next_step="Break the circle.") from error
+        if name is not None:
+            message = f"{name} cannot be saved: it is a container that holds itself."
+        raise InvalidInputError(
+            message, phase="plan", next_step="Remove the reference to the container itself."
+        ) from error
     except Exception as error:
-        double = _double_name_in(state)
-        if double is not None:
+        duplicate = _duplicate_name_in(state)
+        if duplicate is not None:
             raise InvalidInputError(
-                f"{double} cannot be saved: two values of the state have this name.",
+                f"{duplicate} cannot be saved: two values of the state have this name.",
                 phase="plan",
                 next_step=_RENAME_KEY,
             ) from error
@@ -312,29 +294,29 @@ def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def _double_name_in(state: Mapping[str, Any]) -> str | None:
+def _duplicate_name_in(state: Mapping[str, Any]) -> str | None:
     """Return a name that flattening gives to two values, None if there is none."""
     seen = Counter[str]()
     traverse_state_dict(dict(state), lambda path, _: seen.update([".".join(map(str, path))]))
     return next((name for name, count in seen.items() if count > 1), None)
 
 
-def _circle_in(value: Any, opened: frozenset[int]) -> str | None:  # noqa: ANN401  # a container
-    """Return the name of a container that one of those around it is; None if there is none."""
+def _cycle_in(value: Any, opened: frozenset[int]) -> str | None:  # noqa: ANN401  # a container
+    """Return the name of a container that contains itself, None if there is none."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     with suppress(RecursionError):
         for key, child in items:
             if id(child) in opened:
                 return str(key)
             if isinstance(child, Mapping | list | tuple):
-                found = _circle_in(child, opened | {id(child)})
-                if found is not None:
-                    return f"{key}.{found}"
+                name = _cycle_in(child, opened | {id(child)})
+                if name is not None:
+                    return f"{key}.{name}"
     return None
 
 
 def _failure_alone(fqn: str, tensor: torch.Tensor) -> str | None:
-    """Return what torch's planner says of one tensor that it refuses."""
+    """Return the error of torch's planner for a tensor that it refuses."""
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner({fqn: tensor}, is_coordinator=True)
@@ -379,7 +361,7 @@ def _mismatch_of(
             ranks_of.setdefault(text, []).append(rank)
     listing = "; ".join(f"{text}: ranks {spell_ranks(ranks)}" for text, ranks in ranks_of.items())
     return RankMismatchError(
-        f"Ranks hold unlike values by the name {fqn}: {listing}. Nothing was written.",
+        f"Ranks hold different values under the name {fqn}: {listing}. Nothing was written.",
         values=ranks_of,
         phase="plan",
         next_step="Give each rank's value a name of its own, or make it the same on all ranks.",

@@ -30,6 +30,7 @@ from .planning import (
     LocalPlan,
     find_cached_plan,
     find_mismatch,
+    metadata_to_cache,
     take_from_lowest,
 )
 from .replicas import Difference, LocalSample, ReplicaSample, find_differences
@@ -124,7 +125,7 @@ class RankSave:
             if len(samples) < len(opened):
                 return self._pack(Answer(plan_id=None, wants="samples"))
             differences = find_differences(samples, session.global_ranks)
-        unlike = frozenset(difference.name for difference in differences)
+        differing = frozenset(difference.name for difference in differences)
         plan_ids = {proposal.plan_id for proposal in opened}
         if plan_ids == {None}:
             plans = [proposal.plan for proposal in opened if proposal.plan is not None]
@@ -133,7 +134,7 @@ class RankSave:
             if mismatch is not None:
                 raise mismatch
             session.settle(differences)
-            self._from_lowest |= unlike
+            self._from_lowest |= differing
             plans = take_from_lowest(plans, self._from_lowest)
             plans, self._metadata = self._local.planner.create_global_plan(plans)
             item_count = sum(len(plan.items) for plan in plans)
@@ -144,7 +145,7 @@ class RankSave:
                 for plan in plans
             )
             return ByRank([self._pack(answer) for answer in answers])
-        if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached, unlike):
+        if cached is None or plan_ids != {cached.plan_id} or not self._may_reuse(cached, differing):
             return self._pack(Answer(plan_id=None, wants="plans"))
         session.settle(differences)
         self._metadata, self._from_lowest = cached.metadata, cached.from_lowest
@@ -155,18 +156,18 @@ class RankSave:
             Answer(plan_id=cached.plan_id, item_count=cached.item_count, ticket=ticket)
         )
 
-    def _may_reuse(self, cached: CachedPlan, unlike: AbstractSet[str]) -> bool:
+    def _may_reuse(self, cached: CachedPlan, differing: AbstractSet[str]) -> bool:
         """Return whether the cached plan stores and publishes all that this save does.
 
-        `unlike` are the names of values that differ between ranks.
+        `differing` are the names of values that differ between ranks.
         """
-        # A name that differed once will differ again: then no plan has to travel.
+        # A name that differed once will differ again; then no plan needs to be sent.
         self._from_lowest = cached.from_lowest
         count = cached.item_count
         has_chunks = count <= STOCK_ENTRY_LIMIT
         return (
             cached.metadata is not None
-            and unlike <= cached.from_lowest
+            and differing <= cached.from_lowest
             and (has_chunks or not self._session.options.is_stock_wanted(count))
         )
 
@@ -190,12 +191,12 @@ class RankSave:
             self._plan = local.planner.finish_plan(answer.plan)
             if local.structure is not None:
                 PLAN_CACHE.append(
-                    CachedPlan.of(
-                        answer.plan_id,
-                        self._plan,
-                        local.structure,
+                    CachedPlan(
+                        plan_id=answer.plan_id,
+                        plan=self._plan,
+                        structure=local.structure,
                         item_count=answer.item_count,
-                        metadata=self._metadata,
+                        metadata=metadata_to_cache(self._metadata, answer.item_count),
                         from_lowest=self._from_lowest,
                     )
                 )

@@ -28,7 +28,7 @@ log = logging.getLogger("ckpt_storage")
 
 BLOCK_BYTES = 4096
 SAMPLE_BYTES = 8 * BLOCK_BYTES
-"""A tensor of up to so many bytes is read whole; of a larger one, blocks at equal distances."""
+"""A tensor of up to so many bytes is read whole; of a larger tensor, blocks at equal distances."""
 
 LARGE_BYTES = MIB
 """From here on tensors that differ fail a save: statistics of a model are smaller, weights larger.
@@ -42,7 +42,7 @@ _MAX_LEAVES = 10_000
 
 _NO_TENSOR = -1
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -63,7 +63,7 @@ class ReplicaSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSample:
-    """A sample before it travels: of each value its elements if they are few, else a checksum.
+    """A sample before it is sent: of each value its elements if they are few, else a checksum.
 
     Equal samples have equal digests, which take a fraction of the time of `details`.
     """
@@ -74,13 +74,13 @@ class LocalSample:
 
     @property
     def digest(self) -> bytes:
-        """What tells samples apart."""
+        """The digest of the sample."""
         text = "\0".join(self.names).encode(errors="surrogatepass")
         columns = (text, array("q", self.sizes).tobytes(), b"".join(self.pieces))
         return array("I", map(crc32c_of, columns)).tobytes()
 
     def details(self) -> ReplicaSample:
-        """Return what the coordinator needs to say which values differ."""
+        """Return the sample by which the coordinator names the values that differ."""
         return ReplicaSample(
             names=tuple(self.names),
             sizes=array("q", self.sizes),
@@ -218,8 +218,12 @@ def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             at = torch.arange(first, last, device=tensor.device)
             # Torch indexes not every kind of number, but integers of the same size.
             is_lazy = tensor.is_conj() or tensor.is_neg()
-            words = tensor if is_lazy else tensor.view(_WORDS.get(item_bytes, tensor.dtype))
-            elements = words[torch.unravel_index(at, words.shape)] if words.ndim else words
+            integers = (
+                tensor if is_lazy else tensor.view(_INTEGER_OF_SIZE.get(item_bytes, tensor.dtype))
+            )
+            elements = integers
+            if integers.ndim:
+                elements = integers[torch.unravel_index(at, integers.shape)]
             elements = elements.resolve_conj().resolve_neg().reshape(-1)
         if elements.numel():
             yield elements.view(torch.uint8)
@@ -237,7 +241,7 @@ _SPELT = (bool, int, float, complex, str, bytes, bytearray, type(None), np.gener
 
 
 def _spelt(value: object) -> Iterator[str]:
-    """Yield what tells a value from others, for at most `_MAX_LEAVES` values inside."""
+    """Yield the texts by which values are compared, for at most `_MAX_LEAVES` values inside."""
     stack = [value]
     for _ in range(_MAX_LEAVES):
         if not stack:
@@ -273,8 +277,8 @@ def find_differences(
     for sample in samples[1:]:
         if sample.names == base.names:
             checksums = np.frombuffer(sample.checksums, dtype=np.uint32)
-            unlike = np.flatnonzero(checksums != base_checksums)
-            names.update((sample.names[row], None) for row in unlike)
+            differing = np.flatnonzero(checksums != base_checksums)
+            names.update((sample.names[row], None) for row in differing)
             continue
         for name, checksum in zip(sample.names, sample.checksums, strict=True):
             if known.setdefault(name, checksum) != checksum:
@@ -304,7 +308,7 @@ def settle_differences(
 ) -> None:
     """Log what is stored all the same. Raises `RankMismatchError` for what fails the save.
 
-    `stored` says which values are stored, `effect` what was done before an error.
+    `stored` and `effect` are for messages: which values are stored, what an error has left done.
     """
     if policy == "first":
         return

@@ -307,7 +307,7 @@ def _cause_of(error: BaseException) -> Cause:
         return "interrupt"
     if not isinstance(error, CheckpointError):
         return "unexpected"
-    # A storage or a rank that hangs would keep this rank waiting once more.
+    # Deleting files would make this rank wait again for a storage or a rank that hangs.
     is_hang = isinstance(error, PhaseTimeoutError) or getattr(error, "is_silent", False)
     return "hang" if is_hang else "failure"
 

@@ -15,7 +15,7 @@ from ckpt_storage.loads.layouts import LocalBox, boxes_of, unwrap
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Plans as `DefaultSavePlanner`, and right where that is wrong; see `loads/layouts.py`."""
+    """As `DefaultSavePlanner`, but correct for the layouts of `loads/layouts.py`."""
 
     keeps_plain_values = True
     """Plain values are written as they are; see `plain_names`."""
@@ -26,7 +26,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        """Flatten the state; tensors made of others are replaced by these."""
+        """Flatten the state; tensors that wrap others are replaced by the wrapped tensors."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         unwrap(self.state_dict, self.mappings)
         self._boxes: dict[str, list[LocalBox]] = {}

@@ -48,6 +48,7 @@ class Capabilities:
     lists_uploads: `list_uploads` finds open uploads.
     has_temporary_files: uploads are temporary files beside their target, which `list_uploads` finds
         with the time of their last change, and `abort_upload` removes.
+    copies_objects: `copy_object` copies whole objects.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); None: it copies nothing.
     """
@@ -70,6 +71,7 @@ class Capabilities:
     last_part_publishes: bool = False
     lists_uploads: bool = False
     has_temporary_files: bool = False
+    copies_objects: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
 
@@ -128,7 +130,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySource:
-    """An object that `copy_part` can copy to roots of the same `scope`.
+    """An object that `copy_part` and `copy_object` can copy to roots of the same `scope`.
 
     address: where it lies in the storage. path: for messages. None of these holds credentials.
     """
@@ -349,7 +351,7 @@ class Backend(abc.ABC):
         return iter(())
 
     def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002
-        """Return the object as `copy_part` takes it, None if it cannot; "" stands for the root."""
+        """Return the object as copies take it, None if they cannot; "" stands for the root."""
         return None
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
@@ -359,6 +361,16 @@ class Backend(abc.ABC):
         """
         del token, copy
         raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
+
+    def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
+        """Put an object equal to another one of this storage; return its CRC-32C if reported.
+
+        No byte passes here; a file system gives the file a second name. Visible only complete,
+        durable on return, replaces what is there, may be repeated. Raise `UnsupportedByStoreError`
+        where this object cannot be copied so, `IntegrityError` if it has not `size_bytes`.
+        """
+        del source, size_bytes
+        raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
 
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by an object that is put and deleted."""

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -41,6 +42,9 @@ _NO_STORAGES = frozenset(
     "https libarchive reference simplecache tar zip".split()
 )
 """What only reads, or wraps another file system."""
+
+READ_ONLY = frozenset({"http", "https", "zip"})
+"""Of these, what `Location.to_read` takes."""
 
 _ENDPOINT_NAMES = {
     "az": (
@@ -76,11 +80,27 @@ class Location:
     def of(
         cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
     ) -> Self:
-        """Return the location that a user's path or URL means.
+        """Return the location of a user's path or URL, where a checkpoint may be saved.
 
         Raises `InvalidInputError`, with what to write instead, for anything that names
-        no root one could save to.
+        no such root.
         """
+        return cls._parse(url, storage_options, _NO_STORAGES)
+
+    @classmethod
+    def to_read(
+        cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Return the location as `of`, also on a storage that takes no writes."""
+        return cls._parse(url, storage_options, _NO_STORAGES - READ_ONLY)
+
+    @classmethod
+    def _parse(
+        cls,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None,
+        refused: AbstractSet[str],
+    ) -> Self:
         text = _text_of(url)
         options = dict(storage_options or {})
         match = _SCHEME.match(text)
@@ -91,7 +111,7 @@ class Location:
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            _check_scheme(protocol, scheme, without_password(f"{scheme}://{rest}"))
+            _check_scheme(protocol, scheme, refused, without_password(f"{scheme}://{rest}"))
             if "protocol" in options:
                 # fsspec would follow it instead of the URL.
                 raise _bad("storage_options has 'protocol'.", "Leave it out: the URL names it.")
@@ -109,7 +129,8 @@ class Location:
             return self
         text = _text_of(checkpoint_id)
         if text.startswith(("/", "~")) or _SCHEME.match(text):
-            other = Location.of(text)
+            parse = Location.to_read if self.protocol in READ_ONLY else Location.of
+            other = parse(text)
             keeps = self.is_local or other.protocol == self.protocol
             options = self.storage_options if keeps else {}
             return dataclasses.replace(other, storage_options=options)
@@ -190,7 +211,7 @@ def anchored(url: str | os.PathLike[str]) -> str:
 def redacted_url(url: object) -> str:
     """Return a user's `url` for messages, without credentials, whatever was passed."""
     try:
-        return Location.of(url).url  # type: ignore[arg-type]  # it raises for all else
+        return Location.to_read(url).url  # type: ignore[arg-type]  # it raises for all else
     except CheckpointError:
         return "a place that cannot be used"
 
@@ -327,12 +348,12 @@ def installed_backends() -> Mapping[str, EntryPoint]:
     return {kept_scheme(entry.name): entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
-def _check_scheme(protocol: str, scheme: str, shown: str) -> None:
+def _check_scheme(protocol: str, scheme: str, refused: AbstractSet[str], shown: str) -> None:
     """Refuse a scheme that does not exist, has no backend installed or is no storage."""
     ours = {*REGISTERED, *installed_backends()}
     if protocol in ours:
         return
-    if protocol in _NO_STORAGES:
+    if protocol in refused:
         step = (
             "Give the URL of the storage itself, one that takes writes; for an object store write "
         )

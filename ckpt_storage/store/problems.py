@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 
 if TYPE_CHECKING:
-    from .backend import PartCopy
+    from .backend import CopySource, PartCopy
 
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
@@ -373,6 +373,13 @@ def check_source(copy: PartCopy, found_bytes: int) -> None:
         span = f"[{copy.start}, {end}){of}"
         text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
         raise damaged(copy.source.path, text, min(found_bytes, end))
+
+
+def check_copied(source: CopySource, found_bytes: int, wanted_bytes: int) -> None:
+    """Raise `IntegrityError` unless a whole object that was copied has the length of its source."""
+    if found_bytes != wanted_bytes:
+        text = f"{source.path} has {found_bytes} bytes; {wanted_bytes} were written."
+        raise damaged(source.path, text, min(found_bytes, wanted_bytes))
 
 
 def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:

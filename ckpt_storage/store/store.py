@@ -20,7 +20,7 @@ from .backend import Backend, Content, CopySource, ObjectInfo, OpenUpload, Range
 from .calls import Calls, Repeat, nothing_was_done
 from .problems import damaged, too_long, unable
 from .threads import moved
-from .upload import Upload
+from .upload import SYNC_BYTES_PER_S, Upload
 
 log = logging.getLogger("ckpt_storage")
 
@@ -350,6 +350,27 @@ class Store(Calls):
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as uploads of this storage can copy it; None where they cannot."""
         return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
+
+    def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
+        """Have the storage put an object equal to `source`; return its CRC-32C if reported.
+
+        At a write-once name; visible only complete, durable; idempotent. Raises
+        `UnsupportedByStoreError` where its bytes have to be sent, `IntegrityError` for another
+        length.
+        """
+        return self.run(
+            f"copy from {source.path}",
+            path,
+            lambda backend: backend.copy_object(path, source, size_bytes=size_bytes),
+            extra_s=size_bytes / SYNC_BYTES_PER_S,
+        )
+
+    def can_copy_objects_of(self, other: Store) -> bool:
+        """Return whether `copy_object` here may take objects of `other`."""
+        if not self.capabilities.copies_objects:
+            return False
+        mine, theirs = self.copy_source(""), other.copy_source("")
+        return mine is not None and theirs is not None and mine.scope == theirs.scope
 
     def can_copy_from(self, other: Store) -> bool:
         """Return whether `copy_part` here takes the sources of `other`: they lie in one bucket."""

@@ -272,6 +272,7 @@ class FaultBackend(Backend):
     delete_version = played(Backend.delete_version)
     flush_parts = played(Backend.flush_parts)
     leave_upload = played(Backend.leave_upload)
+    copy_object = played(Backend.copy_object)
     copy_part = played(
         Backend.copy_part,
         lambda inner, path, token, copy: inner.copy_part(

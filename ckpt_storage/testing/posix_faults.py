@@ -102,7 +102,7 @@ class FaultPosix(Posix):
 
 for _call in (
     *(Posix.open_folder, Posix.forget, Posix.read_on),
-    *(Posix.fstat, Posix.fsync, Posix.write_out, Posix.unlink, Posix.is_link),
+    *(Posix.fchmod, Posix.fstat, Posix.fsync, Posix.write_out, Posix.unlink, Posix.is_link),
     *(Posix.fsync_folder, Posix.mkdir, Posix.rmdir, Posix.stat, Posix.scandir),
 ):
     setattr(FaultPosix, _call.__name__, played(_call))

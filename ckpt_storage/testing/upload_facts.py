@@ -299,6 +299,26 @@ class UploadFacts:
         upload.abort()
         assert (paths_of(second), second.abort_uploads("")) == ([_SOURCE], 0)
 
+    def test_a_copied_object_is_equal(self, store: Store, second: Store, size: int) -> None:
+        """Made again it is the same; a checksum that is told is right; the source stays.
+
+        A missing source is "not-found"; one of another length is damage, and nothing is shown.
+        """
+        if not store.capabilities.copies_objects:
+            pytest.skip("the backend copies no objects")
+        data = pattern(size)
+        second.put(_SOURCE, data)
+        assert store.can_copy_objects_of(second)
+        source = second.copy_source(_SOURCE)
+        assert source is not None
+        for _ in range(2):
+            told = store.copy_object(_PATH, source, size_bytes=size)
+            assert told in {None, crc32c(data)}
+            assert (second.get(_PATH).data, second.get(_SOURCE).data) == (data, data)
+        second.delete([_SOURCE])
+        assert store.get(_PATH).data == data
+        assert kind_of(store.copy_object, _PATH, source, size_bytes=size) == "not-found"
+
 
 def _copy(upload: Upload, store: Store, start: int, length: int, **more: Any) -> int | None:  # noqa: ANN401  # fields
     """Copy from the object that these facts copy, to the first part, the last unless told so."""

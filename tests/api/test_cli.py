@@ -463,3 +463,20 @@ def check_hidden(file: Path, json_value: str) -> None:
             assert result.stderr.count("\n") == 1 or more
             assert not [one for one in PASSWORDS if one in result.output + result.stderr]
             assert "minio:9000" in result.stderr
+
+
+def test_cp_of_a_part_and_thin_leave_out_what_is_named(last: Path, tmp_path: Path) -> None:
+    """Without --yes nothing is dropped; `ls` and `show` say what a checkpoint is a part of."""
+    body = answer("cp", last, tmp_path / "weights" / last.name, "--exclude", "step")
+    assert body["copied_bytes"] + body["sent_bytes"] == body["total_bytes"]
+    (info,) = answer("ls", tmp_path / "weights")["checkpoints"]
+    assert info["part"]["exclude"] == ["step"]
+    assert "exclude step" in call("ls", tmp_path / "weights").stdout
+    assert answer("show", tmp_path / "weights" / last.name)["part"] == info["part"]
+    planned = answer("thin", last, "--drop", "model.b*")
+    assert (planned["is_dry_run"], planned["dropped"]) == (True, ["model.b[0]"])
+    assert "--yes does it" in call("thin", last, "--drop", "model.b*").stdout
+    done = answer("thin", last, "--drop", "model.b*", "--yes")
+    assert (done["is_dry_run"], done["dropped"]) == (False, ["model.b[0]"])
+    assert "nothing to drop" in call("thin", last, "--drop", "model.b*").stdout
+    assert "model.b[0]" not in {one["fqn"] for one in answer("tree", last)["values"]}

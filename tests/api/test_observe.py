@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_tools import call
 from dcp_cases import save as save_by_dcp
 from dcp_cases import seeded
 
@@ -73,6 +74,17 @@ def test_the_statistics_are_in_the_commit_record(tmp_path: Path) -> None:
     assert copied.save_id == info.save_id
     (there,) = ckpt_storage.list_checkpoints(tmp_path / "copy")
     assert there.stats == info.stats
+
+
+def test_ls_and_show_print_the_statistics(tmp_path: Path) -> None:
+    """Bytes, seconds and ranks in columns; seconds by phase of one checkpoint."""
+    ckpt_storage.save(STATE, tmp_path / "step-7")
+    head, line = call("ls", "-l", tmp_path).stdout.splitlines()
+    assert head.split()[-4:] == ["size", "seconds", "ranks", "slowest"]
+    assert line.split()[-1] == "1"
+    shown = call("show", tmp_path / "step-7").stdout
+    assert "phase seconds  plan " in shown
+    assert "slowest rank   0: " in shown
 
 
 def test_a_save_of_dcp_records_statistics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from manager_cases import seen_in, state_of
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, verify
+from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, thin, verify
 from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.manager.mirror import Mirror
@@ -89,6 +89,12 @@ CASES: dict[str, tuple[str, Call]] = {
     "copy safetensors": ("safetensors", copy),
     "copy ckpt_storage": ("shards", copy),
     "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
+    "copy a linked part": ("shards", partial(copy, exclude="t1")),
+    "copy a part over another": ("shards", partial(copy, exclude="t1", overwrite=True)),
+    "copy a part that is written": (
+        "ckpt_storage",
+        partial(copy, exclude="t1", copies="never"),
+    ),
 }
 
 
@@ -114,7 +120,8 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
         shutil.copytree(before, dry)
     call(source, dry)
     old, whole, names = values_of(before), values_of(dry), set(files_below(dry))
-    assert same(whole, values_of(source))
+    part = {name: tensor for name, tensor in (values_of(source) or {}).items() if name != "t1"}
+    assert same(whole, part if "part" in case else values_of(source))
     assert not same(old, whole)
     for at, rule in each_fault(faulty.script.calls, ACTIONS, retryable=False):
         abilities.forget_all()  # as in a new process: the same calls, and probes
@@ -139,6 +146,46 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
             assert all(path.startswith(".ckpt-storage") for path in left), at
         faulty.close()
         shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("groups", ["split", "mixed"])
+def test_a_thinning_cut_anywhere_leaves_the_whole_or_the_thin_one(
+    tmp_path: Path, faulty: Faulty, groups: str
+) -> None:
+    """For every reader; the next call ends the work, and it can be saved over and deleted."""
+    whole, dry, root = tmp_path / "whole", tmp_path / "dst" / "dry", tmp_path / "dst" / "cut"
+    made("shards" if groups == "split" else "ckpt_storage", STATE, whole)
+    shutil.copytree(whole, dry)
+    faulty.play()
+    thin(dry, drop="t1")
+    kept = {name: tensor for name, tensor in STATE.items() if name != "t1"}
+    assert same(values_of(dry), kept)
+    calls = list(faulty.script.calls)
+    seen = set()
+    for at, rule in each_fault(calls, ACTIONS, retryable=False):
+        abilities.forget_all()
+        shutil.copytree(whole, root)
+        faulty.play(rule)
+        with contextlib.suppress(SimulatedCrash, CheckpointError):
+            thin(root, drop="t1")
+        faulty.play()
+        found = values_of(root)
+        assert same(found, kept) or same(found, STATE), at
+        seen.add(same(found, kept))
+        report = thin(root, drop="t1")
+        assert same(values_of(root), kept), at
+        assert verify(root).ok, at
+        # A folder without a file may stay.
+        held = {path.split("/")[1] for path in files_below(root) if path.startswith("saves/")}
+        assert held == {report.save_id}, at
+        assert not list(root.rglob("*.tmp-*")), at
+        save(STATE, root, overwrite=True)
+        assert same(values_of(root), STATE), at
+        ckpt_storage.delete(root)
+        assert not list(root.rglob("*.distcp")), at
+        shutil.rmtree(root)
+    assert seen == {True, False}
+    faulty.close()
 
 
 def test_an_export_whose_copy_was_cut_goes_over_with_the_next(
@@ -240,6 +287,55 @@ S3_FAULTS: dict[str, Callable[[int], list[FaultRule]]] = {
     "passing error": lambda number: [FaultRule(after=number, action="status", status=503)],
     "death": lambda number: crash_rules(number + 1, "after"),
 }
+
+
+@pytest.mark.parametrize("fault", S3_FAULTS)
+def test_a_thinning_on_s3_survives_every_fault_at_every_request(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What passes is not noticed; after a death there is the whole or the thin one; all goes on."""
+    monkeypatch.setattr("ckpt_storage.saves.groups._GROUP_MIN_BYTES", 1000)
+    retry = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
+    options = server.storage_options
+    given: dict[str, Any] = {"storage_options": options, "retry": retry, "drop": "optim*"}
+    kept = {"w": seeded(1, 300)}
+    whole = {**kept, "optim": seeded(2, 900)}
+    ckpt_storage.save(whole, "s3://bkt/whole", storage_options=options)
+    objects = _stored(server, "whole")
+
+    def fresh(root: str) -> None:
+        for path, data in objects.items():
+            server.put("bkt", f"{root}/{path}", data)
+
+    def found_at(root: str) -> dict[str, torch.Tensor]:
+        with ckpt_storage.open_checkpoint(f"s3://bkt/{root}", storage_options=options) as found:
+            return {name: found[name].torch() for name in found}
+
+    fresh("dry")
+    server.reset_counters()
+    report = thin("s3://bkt/dry", **given)
+    assert report.sent_bytes == 0
+    count = len(server.requests)
+    for number in range(count):
+        root = f"cut-{number}"
+        fresh(root)
+        server.faults(S3_FAULTS[fault](number))
+        # What passes is no error.
+        refused = (CheckpointError,) if fault == "death" else ()
+        with contextlib.suppress(*refused):
+            thin(f"s3://bkt/{root}", **given)
+        server.faults([])
+        assert same(found := found_at(root), kept) or same(found, whole), number
+        last = thin(f"s3://bkt/{root}", **given)
+        assert same(found_at(root), kept), number
+        assert verify(f"s3://bkt/{root}", storage_options=options).ok, number
+        held = {path.split("/")[1] for path in _stored(server, root) if path.startswith("saves/")}
+        assert held == {last.save_id}, number
+        plain = open_store(Location.of(f"s3://bkt/{root}", options))
+        # Of an upload whose beginning got no answer nobody knows the token.
+        assert plain.abort_uploads("") == 0 or fault == "lost answer", number
+        plain.delete_folder("saves")
+        plain.close()
 
 
 def version_in(files: dict[str, bytes]) -> int | None:

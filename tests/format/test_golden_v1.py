@@ -196,6 +196,23 @@ def test_files_by_group_are_read_by_everyone() -> None:
         assert seal(Manifest.from_body(body, where=str(where)).to_body()) == data
 
 
+def test_a_thin_checkpoint_is_read_by_everyone() -> None:
+    """The optimizer of golden/v1-groups was dropped from its other folder."""
+    path = GOLDEN.parent / "v1-groups" / "step-00000009"
+    expected = {name: value for name, value in saved_by_groups().items() if name != "optimizer"}
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        load(state := zeros_like(expected), path)
+        assert same(state, expected)
+    found = spec_reader.read(path)
+    assert {*found.tensors, *found.blobs} == {"model.w0", "model.w1", "model.b", "step"}
+    assert ckpt_storage.verify(path).ok
+    data = (path / "commits" / "00000002.json").read_bytes()
+    record = SlotRecord.decode(data, slot=2)
+    assert record.is_thinned
+    assert record.part["exclude"] == ["optim*"]
+    assert record.encode() == data
+
+
 def saved_by_torch_2_15() -> dict[str, Any]:
     """Return the state in golden/torch-2.15, as golden/README.md tells."""
     return {

@@ -341,3 +341,64 @@ def test_a_deletion_cut_anywhere_can_be_repeated(tmp_path: Path, action: Action)
         except (CheckpointError, SimulatedCrash):
             local_store(str(root)).delete_folder("saves/1")
         assert [path.name for path in (root / "saves").iterdir()] == ["y"]
+
+
+def linked(root: Path, posix: Posix | None = None) -> None:
+    """Give a shard file of one root a name in another, as a copy of a part does."""
+    store = local_store(str(root), posix=posix)
+    source = store.copy_source("saves/source")
+    assert source is not None
+    store.copy_object(NAME, source, size_bytes=len(NEW))
+
+
+def with_source(roots: Iterator[Path]) -> Path:
+    root = next(roots)
+    (root / "saves" / "source").write_bytes(NEW)
+    return root
+
+
+@pytest.mark.parametrize("action", [*CRASHES[:2], *FAILURES])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPERM, errno.ESTALE])
+def test_a_link_that_is_cut_or_fails_at_any_call_can_be_made_again(
+    roots: Iterator[Path], action: Action, number: int
+) -> None:
+    """The name is absent or whole, the source as it was, and no temporary file is seen."""
+    posix = FaultPosix()
+    linked(with_source(roots), posix)
+    calls = posix.script.calls
+    assert {"link", "fchmod", "fsync", "rename", "fsync_folder"} <= {c.operation for c in calls}
+    for at, fault in each_fault(calls, {action: ""}, errno=number):
+        root = with_source(roots)
+        posix = FaultPosix([fault])
+        with contextlib.suppress(SimulatedCrash, CheckpointError):
+            linked(root, posix)
+        assert posix.open_count == 0, at
+        assert _content(root) in {None, NEW}, at
+        assert (root / "saves" / "source").read_bytes() == NEW, at
+        linked(root)
+        assert (root / NAME).samefile(root / "saves" / "source"), at
+        assert (root / NAME).stat().st_mode & 0o222 == 0, at
+        store = local_store(str(root))
+        assert {one.path for one in store.list("")} == {NAME, "saves/source"}, at
+        store.abort_uploads("")
+        assert len(list((root / "saves").iterdir())) == 2, at
+
+
+def test_a_link_is_durable_though_its_source_was_not(roots: Iterator[Path], tmp_path: Path) -> None:
+    """Of a base that was saved with `sync_files=False` a power cut takes nothing that is named."""
+    root = next(roots)
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    unsynced = local_store(str(root), posix=disk, sync_files=False)
+    unsynced.put("saves/source", NEW)
+    linked(root, disk)
+    disk.power_cut("data")
+    assert _content(root) == NEW
+
+
+def test_a_symbolic_link_is_not_linked(roots: Iterator[Path], tmp_path: Path) -> None:
+    """What it leads to may be anybody's: its bytes are copied."""
+    root = with_source(roots)
+    (root / "saves" / "source").rename(tmp_path / "elsewhere")
+    (root / "saves" / "source").symlink_to(tmp_path / "elsewhere")
+    assert error_of(lambda: linked(root)).kind == "unsupported"
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o200

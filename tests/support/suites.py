@@ -59,7 +59,9 @@ class ProbedSuite(SuiteAt):
     def opened(self, location: Location, settings: Settings) -> Backend:
         """Return a backend that declares what the server was seen to do."""
         backend = super().opened(location, settings)
-        abilities = find_all_abilities(Store(backend, url=location.url, scope=location.scope))
+        probed = Store(backend, url=location.url, scope=location.scope)
+        probed.make_folders([])
+        abilities = find_all_abilities(probed)
         backend.capabilities = replace(
             backend.capabilities,
             exclusive_create=not abilities.create_problem,

@@ -21,12 +21,12 @@ CheckpointGoneError CheckpointInProgressError CheckpointInfo CheckpointManager
 CheckpointNotFoundError CheckpointStorageReader CheckpointStorageWriter CommitConflictError
 CommitUnknownError ConsolidateOptions ConsolidationError ConsolidationReport ConvertReport
 CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest KeepEvery
-KeepLatest KeepNewerThan LazyTensor NotPublishedError OperationStats PerRank PhaseTimeoutError
-ProgressEvent PruneReport RankFailedError RankMismatchError Restored RetentionPolicy RetryPolicy
-SaveCancelledError SaveHandle SaveProgress SaveState StorageError TensorStats Timeouts
-UnsafeContentError UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete
-diagnose diff follow list_checkpoints load open_checkpoint prune publish register_backend save
-save_async verify
+KeepLatest KeepNewerThan KeepPart LazyTensor NotPublishedError OperationStats PerRank
+PhaseTimeoutError ProgressEvent PruneReport RankFailedError RankMismatchError Restored
+RetentionPolicy RetryPolicy SaveCancelledError SaveHandle SaveProgress SaveState StorageError
+TensorStats ThinReport Timeouts UnsafeContentError UnsupportedByStoreError ValueDiff VerifyReport
+consolidate convert copy delete diagnose diff follow list_checkpoints load open_checkpoint prune
+publish register_backend save save_async thin verify
 """
 PUBLIC = NAMES.split()
 

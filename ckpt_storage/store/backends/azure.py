@@ -10,12 +10,16 @@ import contextlib
 import io
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_storage.store.backend import Backend, Buffers, Part, Settings
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.store.backend import Backend, Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
+from ckpt_storage.store.problems import check_copied
+from ckpt_storage.store.threads import moved
 
 from . import clouds
 from .clients import ForeignFs
@@ -24,6 +28,8 @@ log = logging.getLogger("ckpt_storage")
 
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
+_COPY_LOOK_S = 0.2
+_NO_COPY = frozenset({"CannotVerifyCopySource", "CopyAcrossAccountsNotSupported"})
 
 
 class AzureBackend(clouds.CloudBackend):
@@ -41,6 +47,7 @@ class AzureBackend(clouds.CloudBackend):
         max_part_bytes=4000 << 20,
         max_put_bytes=5000 << 20,
         tokens_travel=True,
+        copies_objects=True,
         # Put Block From URL wants a signed URL of the source, and Azurite answers 501 to it.
     )
 
@@ -158,6 +165,36 @@ class AzureBackend(clouds.CloudBackend):
 
     def abort_upload(self, path: str, token: str) -> None:
         """Send nothing: blocks that are not listed cannot be removed."""
+
+    def copy_source(self, path: str) -> CopySource:
+        scope = f"azure {self.endpoint} {self._place[0]}"
+        url = f"{self._location.url}/{path}"
+        return CopySource(scope=scope, address=self._name(path), path=url)
+
+    def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
+        """Copy Blob within the account, which continues after its response; reports no checksum."""
+
+        async def begin(fs: ForeignFs) -> None:
+            there = fs.service_client.get_blob_client(self._place[0], source.address)
+            await self._ask(fs, "start_copy_from_url", path, there.url)
+
+        try:
+            self._run(begin)
+        except Exception as error:
+            if getattr(error, "error_code", "") in _NO_COPY:
+                what = f"{source.path} cannot be copied with these credentials."
+                raise UnsupportedByStoreError(what, kind="unsupported") from error
+            raise
+        while True:
+            made = self._run(self._ask, "get_blob_properties", path)
+            if made.copy.status != "pending":
+                break
+            moved()
+            time.sleep(_COPY_LOOK_S)
+        if made.copy.status != "success":
+            what = f"The copy to {path} ended: {made.copy.status} {made.copy.status_description}."
+            raise StorageError(what, retryable=True, next_step="Copy again.")
+        check_copied(source, made.size, size_bytes)
 
     async def _ask(
         self, fs: ForeignFs, method: str, path: str, *arguments: Any, **named: Any

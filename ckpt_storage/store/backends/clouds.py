@@ -264,6 +264,11 @@ def encoded(crc32c: int) -> str:
     return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
 
 
+def decoded(text: str) -> int:
+    """Return a CRC-32C that an object store spells."""
+    return int.from_bytes(base64.b64decode(text), "big")
+
+
 def span_of(content_range: object, length: int | None) -> tuple[int, int | None]:
     """Return what a Content-Range header tells: the first byte, and the length of the object.
 

@@ -17,9 +17,17 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import KIB
-from ckpt_storage.store.backend import Buffers, Part, Settings
+from ckpt_storage.store.backend import Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, damaged, stuck, unless_absent
+from ckpt_storage.store.problems import (
+    ForeignAnswer,
+    HttpFailure,
+    check_copied,
+    damaged,
+    stuck,
+    unless_absent,
+)
+from ckpt_storage.store.threads import moved
 
 from . import clouds
 from .clients import ForeignFs
@@ -38,7 +46,11 @@ class GcsBackend(clouds.CloudBackend):
     """A prefix in a bucket; versions are generations, tokens addresses of resumable sessions."""
 
     capabilities = replace(
-        clouds.CLOUD, kind="gcs", part_multiple_bytes=256 * KIB, last_part_publishes=True
+        clouds.CLOUD,
+        kind="gcs",
+        part_multiple_bytes=256 * KIB,
+        last_part_publishes=True,
+        copies_objects=True,
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
@@ -178,6 +190,30 @@ class GcsBackend(clouds.CloudBackend):
             except HttpFailure as error:
                 if error.status != _CANCELLED:
                     raise
+
+    def copy_source(self, path: str) -> CopySource:
+        scope = f"gcs {self.endpoint} {self._place[0]}"
+        return CopySource(
+            scope=scope, address=self._name(path), path=f"{self._location.url}/{path}"
+        )
+
+    def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
+        """Rewrite, which the service may want called again and again, with the token of before."""
+        address = f"{self._objects}/{quote(source.address, safe='')}/rewriteTo"
+        address += f"{self._address(path).removeprefix('/storage/v1')}"
+
+        async def rewrite(fs: ForeignFs, query: Mapping[str, str]) -> Mapping[str, Any]:
+            kind = "rewriteResponse"
+            return await self._document(fs, "POST", address, kind, data=b"", query=query)
+
+        answer = self._run(rewrite, {})
+        while not answer["done"]:
+            moved()
+            answer = self._run(rewrite, {"rewriteToken": answer["rewriteToken"]})
+        made = answer["resource"]
+        check_copied(source, int(made["size"]), size_bytes)
+        crc32c = made.get("crc32c")
+        return clouds.decoded(crc32c) if crc32c else None
 
     def _send(
         self, session: str, total_bytes: int | None, start: int = 0, data: memoryview | bytes = b""

@@ -23,6 +23,7 @@ from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
     Content,
+    CopySource,
     ObjectInfo,
     OpenUpload,
     Part,
@@ -34,6 +35,7 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import changed, explain, too_long
 
 from .drafts import Draft, is_draft_name, target_path
+from .links import link_file
 from .mounts import durability_problem
 from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
 
@@ -79,6 +81,7 @@ class LocalBackend(Backend):
         tokens_travel=True,
         lists_uploads=True,
         has_temporary_files=True,
+        copies_objects=True,
     )
 
     def __init__(
@@ -297,6 +300,16 @@ class LocalBackend(Backend):
                 with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                     changed_s = item.stat(follow_symlinks=False).st_mtime
                     yield OpenUpload(path=target_path(path), token=path, modified_s=changed_s)
+
+    def copy_source(self, path: str) -> CopySource:
+        full = self._full(path)
+        return CopySource(scope="posix", address=full, path=f"file://{full}")
+
+    def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
+        """Link the file; a file system reports no checksum."""
+        full = self._full(path)
+        self._check_inside(folder_of(full))
+        link_file(self._posix, source.address, full, size_bytes=size_bytes, sync=self._sync)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root, its parents and these folders, and sync each name in the root or above."""

@@ -163,6 +163,9 @@ class Posix:
             raise
         return fd
 
+    def fchmod(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
+
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import io
@@ -236,7 +235,7 @@ class S3Backend(clouds.CloudBackend):
             raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
-        crc32c = _decoded(checksum) if checksum else None
+        crc32c = clouds.decoded(checksum) if checksum else None
         return replace(part, receipt=_receipt(answer), crc32c=crc32c)
 
     def complete_upload(
@@ -407,10 +406,6 @@ def _bare(etag: str) -> str:
 def _receipt(answer: Mapping[str, Any]) -> str:
     """Return what completing an upload needs of the answer to a part."""
     return f"{answer['ETag']} {answer.get('ChecksumCRC32C') or ''}".rstrip()
-
-
-def _decoded(text: str) -> int:
-    return int.from_bytes(base64.b64decode(text), "big")
 
 
 def _code_of(error: BaseException) -> str:

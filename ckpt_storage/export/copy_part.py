@@ -1,0 +1,287 @@
+"""The copy of a part of a checkpoint: chosen values, as a checkpoint of its own.
+
+A shard file of which everything is wanted goes over as it is: the storage copies or links it. Of
+one of which some is wanted, those items are read and written anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from ckpt_storage.commit import attempt, attempt_files, publishing, slotlog
+from ckpt_storage.commit.attempt import SaveTicket
+from ckpt_storage.commit.report import RankReport
+from ckpt_storage.format import names
+from ckpt_storage.format.boxes import Box, Grid
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
+from ckpt_storage.source.model import CommittedSource
+from ckpt_storage.store.deadline import Deadline
+
+from . import layout
+from .copy import CopySpec, _CopyOfOurs, whole_file
+from .output import ResumeState, WriteSummary
+from .plan import OutFile, Segment, Stored, elements_of
+from .select import Selected, select
+
+_BLOB = -1
+
+
+def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
+    """Return the values that a copy takes over, None if these are all.
+
+    Raises `InvalidInputError` for a pattern that matches nothing, and if nothing is left.
+    """
+    if not spec.selects:
+        return None
+    chosen = select(source, spec.include, spec.exclude, to="ckpt_storage", drops=False)
+    return chosen if chosen.excluded else None
+
+
+def part_id(save_id: str, chosen: Selected) -> str:
+    """Return the id of the copy of a part, the same for the same values; the time stays."""
+    fqns = [*sorted(chosen.tensors), *chosen.blobs]
+    text = f"part of {save_id}: {json.dumps(fqns)}"
+    return f"{save_id[:17]}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
+    """Return what the commit record says of a part; a function has no patterns."""
+    said: dict[str, Any] = {"of": source_id}
+    for key in ("include", "exclude"):
+        selection = getattr(spec, key)
+        if isinstance(selection, str):
+            said[key] = [selection]
+        elif selection is not None:
+            said[key] = None if callable(selection) else sorted(selection)
+    return said
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shard:
+    """One shard file of the copy; `old` is the file that it equals, else `table` has its items."""
+
+    rank: int
+    group: str
+    old: ShardFile | None = None
+    table: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+class CopyOfPart(_CopyOfOurs):
+    """A copy of chosen values of a checkpoint of ours."""
+
+    _ticket: SaveTicket | None = None
+
+    @cached_property
+    def chosen(self) -> Selected:
+        """The values that go over."""
+        chosen = part_of(self.source, self.spec)
+        assert chosen is not None  # noqa: S101  # else it is no copy of a part
+        return chosen
+
+    @cached_property
+    def _chosen_names(self) -> frozenset[str]:
+        return frozenset([*self.chosen.tensors, *self.chosen.blobs])
+
+    def lay_out(self) -> list[OutFile]:
+        """Return the shard files, in order of rank; the rank manifests of the source are read."""
+        self._shards: list[_Shard] = []
+        self._known: list[Vocabulary] = []
+        if self.found.was_there:
+            return []
+        source = self.source
+        ranks = range(source.manifest.world_size)
+        reads = [partial(source.rank_manifest, rank) for rank in ranks]
+        documents = self.context.at_once("read rank manifests", reads)
+        groups = iter(source.manifest.groups or [""] * len(source.manifest.files))
+        files: list[OutFile] = []
+        for document in documents:
+            self._known.append(known := Vocabulary())
+            count = 0
+            for old in document.files:
+                group = next(groups)
+                wanted = self._wanted(document, old)
+                if not wanted:
+                    continue
+                name = names.shard_path(self.save_id, document.rank, count)
+                count += 1
+                if len(wanted) == len(old.fqn):
+                    self._shards.append(_Shard(rank=document.rank, group=group, old=old))
+                    files.append(whole_file(name, old.path, old.size_bytes, old.crc32c))
+                    continue
+                values = [self._value(document, old, item) for item in wanted]
+                made, table = layout.lay_out_shard(name, values, known, DEFAULT_BLOCK_BYTES)
+                files.append(made)
+                self._shards.append(_Shard(rank=document.rank, group=group, table=table))
+        return files
+
+    def _wanted(self, document: RankManifest, file: ShardFile) -> list[int]:
+        """Return the items of a file that go over; all of them, or each value once."""
+        chosen = self._chosen_names
+        kept = [item for item, number in enumerate(file.fqn) if document.fqns[number] in chosen]
+        if len(kept) == len(file.fqn):
+            return kept
+        seen: set[tuple[str, Box | None]] = set()
+        held: list[int] = []
+        for item in kept:
+            fqn, box = document.fqns[file.fqn[item]], document.box_of(file, item)
+            if (fqn, box) not in seen and self._is_owner(document.rank, fqn, box):
+                seen.add((fqn, box))
+                held.append(item)
+        return held
+
+    def _is_owner(self, rank: int, fqn: str, box: Box | None) -> bool:
+        """Return whether the manifest says that an item of a rank is the one to read."""
+        if box is None:
+            return self.source.manifest.blobs[fqn] == rank
+        tensor = self.source.manifest.tensors[fqn]
+        if box.is_empty:
+            return 0 in tensor.shape
+        boxes, owners = tensor.boxes, tensor.owners
+        if isinstance(boxes, Grid):
+            cell = boxes.cell_at(box.offsets)
+            return cell is not None and boxes[cell] == box and owners[cell] == rank
+        return (box, rank) in zip(boxes, owners, strict=True)
+
+    def _value(self, document: RankManifest, file: ShardFile, item: int) -> tuple[str, Segment]:
+        fqn, box = document.fqns[file.fqn[item]], document.box_of(file, item)
+        if box is None:
+            return fqn, Stored(fqn=fqn, size_bytes=file.payload_bytes[item])
+        return fqn, elements_of(fqn, self.source.tensors[fqn], box)
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of the shard files."""
+        return sum(file.size_bytes for file in self.plan.files)
+
+    def take(self) -> ResumeState:
+        """Begin; name the files that the storage may copy, and those that an earlier copy sent."""
+        context, before = self.context, self.found.there
+        store = context.target
+        assert before is not None  # noqa: S101  # the coordinator found it
+        if self.found.was_there:
+            self.record = before.head
+            return ResumeState()
+        is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
+        ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
+        previous = before.head.head if before.head else None
+        self._ticket = replace(
+            ticket,
+            last_slot=before.last_slot,
+            previous=previous,
+            world_size=self.source.manifest.world_size,
+            with_places=self.source.record.stock_entries != 0,
+        )
+        if is_resumed:
+            # Its process is dead, or is ended by this: the later copy goes on.
+            attempt_files.abort_uploads(store, names.save_folder(self.save_id))
+        whole = {at: one.old for at, one in enumerate(self._shards) if one.old is not None}
+        if self.spec.copies == "auto" and store.can_copy_objects_of(context.source):
+            return ResumeState(whole={at: old.path for at, old in whole.items()})
+        if not is_resumed:
+            return ResumeState()
+        files = self.plan.files
+        return ResumeState(
+            done=context.there(
+                {at: replace(old.ref(), path=files[at].name) for at, old in whole.items()}
+            )
+        )
+
+    def publish(self, made: WriteSummary) -> None:
+        """Put down what describes the files, and commit as any save is committed."""
+        from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
+
+        store, ticket = self.context.target, self._ticket
+        if ticket is None:
+            record = self.record
+            assert record is not None  # noqa: S101  # it was there
+            if record.stock is not None:
+                roll = partial(publishing.roll_forward, store, self.save_id)
+                is_needed = record.stock_entries != 0
+                publishing.publish_commit(store, record, roll, is_needed=is_needed)
+            return
+        reports = self.context.at_once(
+            "write rank manifests",
+            [partial(self._report_of, rank, ticket, made) for rank in range(ticket.world_size)],
+        )
+        head = self.source.record
+        self.record = commit_save(
+            store.bounded(Deadline("commit", self.spec.timeouts.commit)),
+            ticket,
+            metadata=layout.metadata_of(self.source, self.chosen),
+            reports=reports,
+            user=head.user,
+            part=self.part_record(),
+        )
+
+    def part_record(self) -> dict[str, Any]:
+        """Return what the commit record says of a part."""
+        return patterns_of(self.spec, self.source.save_id or "")
+
+    def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:
+        """Write the manifest of a rank; return its report."""
+        document, known = self.source.rank_manifest(rank), self._known[rank]
+        shards = [(at, one) for at, one in enumerate(self._shards) if one.rank == rank]
+        files = [self._described(at, one, document, known, made) for at, one in shards]
+        kept = known.fqns.keys()
+        manifest = RankManifest(
+            save_id=self.save_id,
+            rank=rank,
+            world_size=ticket.world_size,
+            fqns=list(known.fqns),
+            dtypes=list(known.dtypes),
+            boxes=list(known.boxes),
+            files=files,
+            unsafe={fqn: name for fqn, name in document.unsafe.items() if fqn in kept},
+            host=document.host,
+            pid=document.pid,
+        )
+        path, data = names.rank_manifest_path(self.save_id, rank), seal(manifest.to_body())
+        self.context.target.put(path, data)
+        return RankReport.of(
+            manifest,
+            FileRef.of(path, data),
+            with_places=ticket.with_places,
+            ties=self.chosen.ties,
+            groups=[one.group for _, one in shards] if self.source.manifest.groups else (),
+        )
+
+    def _described(
+        self,
+        at: int,
+        shard: _Shard,
+        document: RankManifest,
+        known: Vocabulary,
+        made: WriteSummary,
+    ) -> ShardFile:
+        """Return the table of one file, with the names, dtypes and boxes of the copy."""
+        file, old = self.plan.files[at], shard.old
+        if old is None:
+            return layout.described(file, shard.table, at, made)
+        rows = list(_renumbered(document, old, known))
+        columns: dict[str, Any] = dict(
+            zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)
+        )
+        return replace(old, path=file.name, **columns)
+
+
+def _renumbered(
+    document: RankManifest, file: ShardFile, known: Vocabulary
+) -> Iterable[tuple[int, ...]]:
+    """Yield the rows of a file as another vocabulary numbers them."""
+    for row in zip(*(getattr(file, key) for key in COLUMNS), strict=True):
+        fqn, dtype, box, *places = row
+        yield (
+            *known.numbers(
+                document.fqns[fqn],
+                None if dtype == _BLOB else document.dtypes[dtype],
+                None if box == _BLOB else document.boxes[box],
+            ),
+            *places,
+        )

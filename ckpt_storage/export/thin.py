@@ -1,0 +1,209 @@
+"""`thin`: a checkpoint drops values in place, by committing a smaller version of itself.
+
+The smaller version is a copy of a part: a save of its own in the same checkpoint, whose shard files
+are links to those of the save that it replaces, or copies that the storage makes. So the commit
+protocol has no new case: the next slot switches between the two, and what was replaced is freed.
+Only the freeing is stricter: of a save and the part that replaced it the save is not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from ckpt_storage import errors
+from ckpt_storage.commit import cleaning, deletion, publishing
+from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.source.model import CommittedSource, read_manifest
+from ckpt_storage.store import Location, redacted_url
+
+from .copy import CopySpec, _name_at_target, _ToCopy
+from .copy_part import CopyOfPart, part_id, part_of
+from .output import Copies, ExportContext, SourceVersion, WriteSummary
+from .run import run_together
+
+log = logging.getLogger("ckpt_storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinReport:
+    """What `thin` did; `url` is without credentials.
+
+    save_id: of what is there now. was_thin: there was nothing to drop.
+    dropped: the names that were dropped. freed_bytes: of shard files that are gone or will be;
+    kept_bytes: of those that are there. sent_bytes went through this process; copied_bytes were
+    linked, or copied by the storage itself.
+    """
+
+    url: str
+    save_id: str
+    was_thin: bool
+    dropped: Collection[str]
+    freed_bytes: int
+    kept_bytes: int
+    copied_bytes: int
+    sent_bytes: int
+    seconds: float
+
+
+def thin(
+    url: str | os.PathLike[str],
+    *,
+    drop: str | Collection[str],
+    expected_save_id: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    copies: Copies = "auto",
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    retry: RetryPolicy | None = None,
+    progress: Progress = None,
+) -> ThinReport:
+    """Drop values of the checkpoint at `url`, and free what they take.
+
+    Afterwards it holds the rest, as a save of its own; loads under way of the whole one raise
+    `CheckpointGoneError`. Of shard files of which all stays or all goes no byte is read: what stays
+    is linked on a file system, and copied by S3, Google Cloud Storage and Azure. Elsewhere what
+    stays is read and written. Cut anywhere, the checkpoint is the whole or the thin one; calling
+    again ends the work. One process calls it. Exports of the whole save stay, and are stale.
+
+    Args:
+        url: the checkpoint, one of ours.
+        drop: FQNs and glob patterns; those that match nothing are passed over.
+        expected_save_id: thin this save only, and not one that has replaced it.
+        storage_options: passed to the fsspec file system.
+        copies: "never" reads and writes what stays.
+        thread_count: requests in flight.
+        memory_limit_bytes: ceiling of buffers.
+        timeout: seconds, `timedelta` or `Timeouts`, as for `copy`.
+        retry: how failed storage requests are repeated.
+        progress: True: a bar; or a callable that takes each `ProgressEvent`.
+
+    Raises:
+        CheckpointError: `CheckpointNotFoundError` (there is none of ours, or not that save),
+            `InvalidInputError` (all would be dropped), `CommitConflictError` (another save, or
+            another thinning, was faster), `IntegrityError`, `CommitUnknownError`, `StorageError`,
+            `PhaseTimeoutError`; after `NotPublishedError` it is thin.
+
+    """
+    what = f"the thinning of {redacted_url(url)}"
+
+    def job() -> CopySpec:
+        location = Location.of(url, storage_options)
+        patterns: Any = [drop] if isinstance(drop, str) else drop
+        is_list = isinstance(patterns, Collection) and len(patterns) > 0
+        if not is_list or not all(isinstance(text, str) and text for text in patterns):
+            raise errors.InvalidInputError(
+                f"drop is {drop!r:.80}.", next_step='Give FQNs or patterns, such as "optim*".'
+            )
+        return CopySpec(
+            source=location,
+            target=location,
+            exclude=sorted(patterns),
+            timeouts=Timeouts.of(timeout),
+            retry=retry,
+            memory_limit_bytes=memory_limit_bytes,
+            copies=copies,
+            thread_count=thread_count,
+            overwrite=True,
+            progress=progress,
+        )
+
+    make_export = partial(_thinning, expected_save_id=expected_save_id)
+    report: object = run_together(None, "thin", what, Timeouts.of(timeout), job, make_export)
+    assert isinstance(report, ThinReport)  # noqa: S101  # as `_Thinning.report` makes it
+    return report
+
+
+def _thinning(
+    context: ExportContext, found: SourceVersion | None, *, expected_save_id: str | None
+) -> _Thinning:
+    """Return the export of a thinning; the coordinator, which is alone, looks what is there."""
+    if isinstance(found, _ToCopy):
+        return _Thinning(context, found)
+    store, spec = context.target, context.spec
+    slots = deletion.log_to_extend(store)
+    head = slots.head
+    if head is None or head.save_id is None:
+        raise errors.CheckpointNotFoundError(
+            f"{spec.source.url} holds no checkpoint of this package.",
+            path=spec.source.url,
+            next_step="Check the path; list_checkpoints(root) shows what is there.",
+        )
+    if expected_save_id not in {None, head.save_id}:
+        raise errors.CheckpointNotFoundError(
+            f"{spec.source.url} holds save {head.save_id}, not {expected_save_id}.",
+            path=spec.source.url,
+            next_step="Look at what is there now, and decide again.",
+        )
+    publishing.check_newest(context.source, CommitLog.ending_with(head))
+    source = CommittedSource(
+        context.source, head, read_manifest(context.source, head), context.options
+    )
+    assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
+    values = {*source.tensors, *source.blobs}
+    patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
+    context.spec = replace(spec, exclude=patterns or None)
+    chosen = part_of(source, context.spec)
+    save_id = head.save_id
+    if chosen is not None:
+        save_id = _name_at_target(context, part_id(head.save_id, chosen), slots)
+    return _Thinning(
+        context,
+        _ToCopy(record=head, save_id=save_id, was_there=chosen is None, is_part=True, there=slots),
+    )
+
+
+def _patterns(spec: CopySpec) -> list[str]:
+    return [spec.exclude] if isinstance(spec.exclude, str) else list(spec.exclude or ())  # type: ignore[arg-type]  # no function
+
+
+def _matches(fqn: str, pattern: str) -> bool:
+    return fqn == pattern or fnmatchcase(fqn, pattern)
+
+
+class _Thinning(CopyOfPart):
+    """A copy of a part of a checkpoint into that checkpoint."""
+
+    def part_record(self) -> dict[str, Any]:
+        """Return what the commit record says: also which values earlier thinnings dropped."""
+        head = self.source.record
+        before = head.part if head.is_thinned else {}
+        dropped = [*(before.get("exclude") or ()), *_patterns(self.spec)]
+        return {
+            "of": self.source.save_id,
+            "exclude": sorted({*dropped}),
+            "created_at": before.get("created_at", head.created_at),
+            "slot": before.get("slot", head.slot),
+        }
+
+    def publish(self, made: WriteSummary) -> None:
+        """Commit, and free the save that was replaced; or end what was cut before."""
+        super().publish(made)
+        if self.found.was_there:
+            cleaning.free_leftovers(self.context.target, known=self.record)
+
+    def report(self, made: WriteSummary, seconds: float) -> Any:  # noqa: ANN401  # see `thin`
+        """Say what was dropped."""
+        before = sum(file.size_bytes for file, _ in self.source.manifest.files)
+        is_thin = self.found.was_there
+        kept_bytes = before if is_thin else self.total_bytes
+        moved = made.moved
+        return ThinReport(
+            url=self.spec.target.url,
+            save_id=self.save_id,
+            was_thin=is_thin,
+            dropped=() if is_thin else tuple(sorted(self.chosen.excluded)),
+            freed_bytes=before - kept_bytes,
+            kept_bytes=kept_bytes,
+            copied_bytes=moved["copied_bytes"],
+            sent_bytes=moved["sent_bytes"],
+            seconds=seconds,
+        )

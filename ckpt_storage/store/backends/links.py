@@ -1,0 +1,84 @@
+"""A second name for a file of the same file system, durable and protected from edits."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat as stat_modes
+from collections.abc import Iterator
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.store.problems import damaged
+
+from .drafts import draft_name
+from .posix import NO_CALL, Posix
+
+_NO_LINK = NO_CALL | {errno.EACCES, errno.EMLINK, errno.EPERM, errno.EXDEV}
+"""Answers after which the bytes have to be copied."""
+
+_WRITE_BITS = 0o222
+
+
+def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: bool) -> None:
+    """Make `target` a hard link to `source`, in place of what is there; may be repeated.
+
+    The file loses its write bits: an edit under one name would change the other. It is synced, as
+    whoever wrote it may not have done so. Raises `UnsupportedByStoreError`
+    where the file cannot be linked, `IntegrityError` if it has another length.
+    """
+    folder, name = os.path.split(target)
+    temporary = f"{folder}/{draft_name(name)}"
+    fd = posix.open_read(source)
+    try:
+        found = posix.fstat(fd)
+        if not stat_modes.S_ISREG(found.st_mode) or posix.is_link(source):
+            raise UnsupportedByStoreError(f"{source} is not a plain file.", kind="unsupported")
+        if found.st_size != size_bytes:
+            what = f"{source} has {found.st_size} bytes; {size_bytes} were written."
+            raise damaged(source, what, min(found.st_size, size_bytes))
+        try:
+            with _unlinkable(source, target):
+                posix.link(source, temporary)
+            linked = posix.stat(temporary)
+            if (linked.st_dev, linked.st_ino) != (found.st_dev, found.st_ino):
+                what = f"{source} was replaced while it was linked."
+                step = "Find out what else writes there."
+                raise StorageError(what, retryable=True, next_step=step)
+            if found.st_mode & _WRITE_BITS:
+                with _unlinkable(source, target):
+                    posix.fchmod(fd, stat_modes.S_IMODE(found.st_mode) & ~_WRITE_BITS)
+            if sync:
+                _sync(posix, fd, source)
+            posix.rename(temporary, target)
+        finally:
+            # Two names of one file are not renamed to one: both stay. An answer may be lost, and
+            # the name is ours alone.
+            with contextlib.suppress(OSError):
+                posix.unlink(temporary)
+        if sync:
+            posix.sync_names(folder)
+    finally:
+        posix.close(fd)
+
+
+@contextlib.contextmanager
+def _unlinkable(source: str, target: str) -> Iterator[None]:
+    """Turn answers after which the bytes have to be copied into `UnsupportedByStoreError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        what = f"{source} cannot be linked to {target}: {error.strerror}."
+        raise UnsupportedByStoreError(what, kind="unsupported") from error
+
+
+def _sync(posix: Posix, fd: int, source: str) -> None:
+    try:
+        posix.fsync(fd)
+    except OSError as error:
+        # A second fsync could succeed although the first lost pages.
+        what = f"{source} may not survive a power cut: its fsync failed ({error.strerror})."
+        step = "Look into the kernel log and the mount; verify the checkpoint that it is part of."
+        raise StorageError(what, retryable=False, next_step=step) from error

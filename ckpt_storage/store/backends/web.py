@@ -1,0 +1,148 @@
+"""Files behind any HTTP server that answers to ranges (RFC 9110, section 14), read only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any, Never
+from urllib.parse import quote
+
+from ckpt_storage.errors import UnsupportedByStoreError
+from ckpt_storage.store.backend import Buffers, Capabilities, Part
+from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
+
+from .clients import ForeignFs
+from .clouds import (
+    Body,
+    CloudBackend,
+    ObjectStat,
+    Page,
+    Preconditions,
+    client_timeouts,
+    range_header,
+    span_of,
+)
+
+_FIRST_FAILURE = 400
+_MESSAGE_BYTES = 300
+
+
+class WebBackend(CloudBackend):
+    """A folder below a URL; versions are ETags. HTTP has no listing, and nothing is written."""
+
+    capabilities = Capabilities(kind="generic")
+
+    async def _head(self, fs: ForeignFs, path: str) -> ObjectStat:
+        async with self._ask(fs, "HEAD", path) as answer:
+            if answer.content_length is None:
+                raise ForeignAnswer("Content-Length")
+            modified = answer.headers.get("Last-Modified")
+            at_s = None if modified is None else parsedate_to_datetime(modified).timestamp()
+            return answer.content_length, at_s, answer.headers.get("ETag"), None
+
+    @contextlib.asynccontextmanager
+    async def _body(
+        self, fs: ForeignFs, path: str, start: int | None, length: int
+    ) -> AsyncIterator[Body]:
+        headers = {} if start is None else {"Range": range_header(start, length)}
+        async with self._ask(fs, "GET", path, headers) as answer:
+            content_range = answer.headers.get("Content-Range")
+            first, total_bytes = span_of(content_range, answer.content_length)
+            is_whole = content_range is None and start is not None and start >= 0
+            if is_whole and (start or total_bytes is None or total_bytes > length):
+                raise unable(
+                    self._location.url,
+                    path,
+                    "is on a server without ranges: it answers a request for "
+                    f"{length} bytes of {path} with the whole file",
+                    "Use a server that honours the Range header, or copy the files first.",
+                )
+            yield Body(
+                pieces=answer.content.iter_any(),
+                first=first,
+                total_bytes=total_bytes,
+                version=answer.headers.get("ETag"),
+            )
+
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, fs: ForeignFs, method: str, path: str, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[Any]:
+        """Send one request, yield aiohttp's response; raise `HttpFailure` from status 400 on."""
+        import aiohttp  # noqa: PLC0415  # comes with fsspec's client of HTTP
+        import yarl  # noqa: PLC0415  # the same
+
+        options = dict(fs.kwargs)
+        # Of a compressed body no range could be checked.
+        heads = {**options.pop("headers", {}), "Accept-Encoding": "identity", **(headers or {})}
+        session = await fs.set_session()
+        connect_s, read_s = client_timeouts(self._timeout_s)
+        url = f"{self._location.target}/{quote(path)}" if path else self._location.target
+        async with session.request(
+            method,
+            yarl.URL(url),
+            headers=heads,
+            timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=read_s),
+            **{"allow_redirects": True, **options},
+        ) as answer:
+            if answer.status >= _FIRST_FAILURE:
+                body = await answer.content.read(_MESSAGE_BYTES)
+                message = body.decode("utf-8", "replace")
+                raise HttpFailure(status=answer.status, message=" ".join(message.split()))
+            yield answer
+
+    async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
+        del fs, more, recursive
+        raise unable(
+            self._location.url,
+            below,
+            "cannot be listed: HTTP has no listing",
+            "Give the URL of one checkpoint of ckpt_storage; roots, exports and checkpoints of "
+            "other writers are read from storages that list.",
+        )
+
+    def _read_only(self, path: str) -> UnsupportedByStoreError:
+        url = self._location.url
+        return unable(url, path, "can only be read", "Write to a storage that takes writes.")
+
+    async def _put(
+        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Preconditions
+    ) -> Never:
+        del fs, data, write_id, terms
+        raise self._read_only(path)
+
+    async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> Never:
+        del fs, terms
+        raise self._read_only(path)
+
+    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Preconditions:
+        del if_absent, if_match
+        return {}
+
+    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> Never:
+        del write_id, copies
+        raise self._read_only(path)
+
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> Never:
+        del token, number, offset, data, last
+        raise self._read_only(path)
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
+    ) -> Never:
+        del token, parts, write_id
+        raise self._read_only(path)
+
+    def abort_upload(self, path: str, token: str) -> Never:
+        del token
+        raise self._read_only(path)
+
+    @property
+    def _bucket(self) -> str:
+        return ""
+
+    def _name(self, path: str) -> str:
+        return path

@@ -1,0 +1,161 @@
+"""What keeping the weights of every step takes: bytes on the disk, bytes read, and time.
+
+`python tests/benchmarks/keep.py FOLDER`: a bfloat16 model with fp32 Adam, 10 bytes a parameter,
+saved step by step into a new folder there, which is removed. Bytes are exact; of times read the
+ratios, whose contenders take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt_storage
+from ckpt_storage import KeepLatest, KeepPart
+from ckpt_storage.store.backend import Range
+from ckpt_storage.store.backends.local import LocalBackend
+
+_TENSOR_COUNT = 24
+_WEIGHTS = 2 / 10
+
+
+def state_of(parameter_count: int) -> dict[str, Any]:
+    """Return a model and its optimizer's state."""
+    size = parameter_count // _TENSOR_COUNT
+    names = [f"layers.{number}.weight" for number in range(_TENSOR_COUNT)]
+    return {
+        "model": {name: torch.randn(size).to(torch.bfloat16) for name in names},
+        "optimizer": {
+            f"{name}.{kind}": torch.randn(size)
+            for name in names
+            for kind in ("exp_avg", "exp_avg_sq")
+        },
+    }
+
+
+def used_bytes(folder: Path) -> int:
+    """Return what a folder takes on the disk, each file once, as `du` counts."""
+    found = {os.lstat(path).st_ino: os.lstat(path) for path in folder.rglob("*")}
+    return sum(one.st_blocks * 512 for one in found.values())
+
+
+def counted_reads(counts: Counter[str]) -> Callable[..., int]:
+    """Return `LocalBackend.read` that counts the bytes of shard files."""
+    read = LocalBackend.read
+
+    def counting(self: LocalBackend, path: str, ranges: Iterable[Range]) -> int:
+        taken = list(ranges)
+        if path.endswith(".distcp"):
+            counts["shards"] += sum(view.nbytes for _, view in taken)
+        return read(self, path, taken)
+
+    return counting
+
+
+def keep_run(folder: Path, state: Mapping[str, Any], step_count: int, whole_count: int) -> str:
+    """Save steps, prune as a run does, and say what is on the disk."""
+    root, counts = folder / "run", Counter[str]()
+    for step in range(1, step_count + 1):
+        ckpt_storage.save({**state, "step": step}, root / f"step-{step:08d}", sync_files=False)
+    before = used_bytes(root)
+    plain, LocalBackend.read = LocalBackend.read, counted_reads(counts)  # type: ignore[method-assign]
+    begin = time.monotonic()
+    report = ckpt_storage.prune(
+        root, KeepLatest(whole_count) | KeepPart(drop="optim*"), dry_run=False
+    )
+    seconds = time.monotonic() - begin
+    LocalBackend.read = plain  # type: ignore[method-assign]
+    after = used_bytes(root)
+    expected = (whole_count + (step_count - whole_count) * _WEIGHTS) / step_count
+    shutil.rmtree(root)
+    return (
+        f"{step_count} steps, {whole_count} whole, {len(report.thinned)} thinned: "
+        f"{before:,} -> {after:,} bytes on the disk, {after / before:.3f} of all "
+        f"(arithmetic {expected:.3f}); {counts['shards']} bytes of shard files read; "
+        f"{seconds / len(report.thinned):.3f} s a thinning"
+    )
+
+
+def in_turns(runs: Mapping[str, Callable[[], Path]], count: int) -> str:
+    """Return medians, and the ratio of each contender to the first."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(count):
+        for name, run in runs.items():
+            begin = time.monotonic()
+            made = run()
+            times[name].append(time.monotonic() - begin)
+            shutil.rmtree(made)
+    (floor, *_) = (statistics.median(each) for each in times.values())
+    return "\n".join(
+        f"  {name}: {statistics.median(each):.3f} s ({min(each):.3f} to {max(each):.3f}), "
+        f"{statistics.median(each) / floor:.2f}"
+        for name, each in times.items()
+    )
+
+
+def saves(folder: Path, state: Mapping[str, Any], count: int) -> str:
+    """Compare saves of one file a rank with saves of files by group."""
+
+    def save(groups: list[str]) -> Path:
+        ckpt_storage.save(state, folder / "save", groups=groups)
+        return folder / "save"
+
+    runs = {
+        "one file": functools.partial(save, []),
+        "files by group": functools.partial(save, ["optim*"]),
+    }
+    return in_turns(runs, count)
+
+
+def copies(folder: Path, state: Mapping[str, Any], count: int) -> str:
+    """Compare a copy of all with copies of the weights."""
+    source, mixed = folder / "source", folder / "mixed"
+    ckpt_storage.save(state, source)
+    ckpt_storage.save(state, mixed, groups=[])
+
+    def copy(origin: Path, **options: Any) -> Path:
+        ckpt_storage.copy(origin, folder / "copy", **options)
+        return folder / "copy"
+
+    part = {"exclude": "optim*"}
+    runs = {
+        "all": functools.partial(copy, source),
+        "weights, linked": functools.partial(copy, source, **part),
+        "weights, copies='never'": functools.partial(copy, source, **part, copies="never"),
+        "weights out of one file": functools.partial(copy, mixed, **part),
+    }
+    return in_turns(runs, count)
+
+
+def main() -> None:
+    """Measure what the command line asks for and print it."""
+    parser = argparse.ArgumentParser(prog="python tests/benchmarks/keep.py", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parameters", type=int, default=12_000_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--whole", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=7)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    state = state_of(asked.parameters)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+        folder = Path(name)
+        print(f"{asked.parameters:,} parameters, load average {os.getloadavg()[0]:.1f}")
+        print("saves\n" + saves(folder, state, asked.runs))
+        print("copies\n" + copies(folder, state, asked.runs))
+        print(keep_run(folder, state, asked.steps, asked.whole))
+
+
+if __name__ == "__main__":
+    main()
