@@ -56,7 +56,7 @@ def open_foreign(
     crcs, was_there = _exported(context, tag) if tag else ({}, False)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
     if was_there:
-        # It stays as it is, but nothing tells one content of what lies beside it from another.
+        # The export stays as it is. The files beside it have no checksums, so all are copied.
         documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
         complete = {names.INDEX_NAME, *documents, *crcs}
         entries = {path: info for path, info in entries.items() if path not in complete}
