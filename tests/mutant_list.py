@@ -403,8 +403,8 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/save_state.py",
-        "is not None:\n            return SaveState.COMMITTED",
-        "is None:\n            return SaveState.COMMITTED",
+        "is not None:\n        return SaveState.COMMITTED",
+        "is None:\n        return SaveState.COMMITTED",
         [_HANDLE],
     ),
     Mutant("background/handle.py", "error = self._cancelled\n", "error = None\n", [_HANDLE]),
@@ -886,8 +886,8 @@ _FORMAT_MUTANTS = [
     ),
     Mutant(
         "format/documents.py",
-        "if len(found) != len(pairs):",
-        "if len(found) > len(pairs):",
+        "if len(members) != len(pairs):",
+        "if len(members) > len(pairs):",
         [_DOCUMENTS],
     ),
     Mutant(
@@ -1030,7 +1030,7 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/shardfile.py",
-        "_ZEROS[-file.position % PAYLOAD_ALIGN_BYTES]",
+        "_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES]",
         "_ZEROS[0]",
         [f"{_MANIFESTS}::test_payloads_begin_at_multiples_of_64_bytes"],
     ),

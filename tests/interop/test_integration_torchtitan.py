@@ -168,7 +168,7 @@ def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
     for name in others:
         ckpt_storage.save({"x": torch.zeros(1)}, url / name)
     output = run(url, 6, "async")
-    assert f"Resumed from {url}/step-2. What was trained since then is LOST. " in output
+    assert f"Resumed from file://{url}/step-2. What was trained since then is LOST. " in output
     assert "These could not be loaded: step-3: " in output
     names = [info.name for info in ckpt_storage.list_checkpoints(url)]
     assert names == ["step-4", "step-6", *others], output
