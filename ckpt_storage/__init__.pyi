@@ -32,8 +32,8 @@ from .export.consolidate import ConsolidationReport as ConsolidationReport
 from .export.consolidate import consolidate as consolidate
 from .export.conversion import ConvertReport as ConvertReport
 from .export.convert import convert as convert
-from .export.copy import CopyReport as CopyReport
 from .export.copy import copy as copy
+from .export.copy_base import CopyReport as CopyReport
 from .export.options import ConsolidateOptions as ConsolidateOptions
 from .export.thin import ThinReport as ThinReport
 from .export.thin import thin as thin

@@ -1282,21 +1282,21 @@ _EXPORT_MUTANTS = [
         [_CONSOLIDATION],
     ),
     Mutant(
-        "export/copy.py",
+        "export/copy_committed.py",
         "while save_id != head_id and save_id in named:",
         "while save_id is None:",
         [f"{_COPY}::test_an_id_that_the_target_gave_up_is_never_used_again"],
     ),
     Mutant(
-        "export/copy.py",
+        "export/copy_foreign.py",
         "elif head not in _PROTECTED and head.casefold() in _FOLDED:",
         "elif head in _PROTECTED and head.casefold() not in _FOLDED:",
         ["tests/api/test_hostile_names.py"],
     ),
     Mutant(
-        "export/copy.py",
-        "if found is None or found < end:",
-        "if found is None:",
+        "export/copy_foreign.py",
+        "if size_bytes is None or size_bytes < end:",
+        "if size_bytes is None:",
         [f"{_COPY}::test_a_stock_checkpoint_whose_files_come_short_is_found"],
     ),
     Mutant(

@@ -25,7 +25,8 @@ from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store.deadline import Deadline
 
 from . import layout
-from .copy import CopySpec, _CopyOfOurs, whole_file
+from .copy_base import CopySpec, whole_file
+from .copy_committed import CopyOfCommitted
 from .output import ResumeState, WriteSummary
 from .plan import OutFile, Segment, Stored, elements_of
 from .select import Selected, select
@@ -73,7 +74,7 @@ class _Shard:
     table: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
-class CopyOfPart(_CopyOfOurs):
+class CopyOfPart(CopyOfCommitted):
     """A copy of chosen values of a checkpoint of ours."""
 
     _ticket: SaveTicket | None = None
@@ -162,24 +163,24 @@ class CopyOfPart(_CopyOfOurs):
 
     def take(self) -> ResumeState:
         """Begin; name the files that the storage may copy, and those that an earlier copy sent."""
-        context, before = self.context, self.found.there
+        context, target_log = self.context, self.found.target_log
         store = context.target
-        assert before is not None  # noqa: S101  # the coordinator found it
+        assert target_log is not None  # noqa: S101  # the coordinator found it
         if self.found.was_there:
-            self.record = before.head
+            self.record = target_log.head
             return ResumeState()
         is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
         ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
-        previous = before.head.head if before.head else None
+        previous = target_log.head.head if target_log.head else None
         self._ticket = replace(
             ticket,
-            last_slot=before.last_slot,
+            last_slot=target_log.last_slot,
             previous=previous,
             world_size=self.source.manifest.world_size,
             with_places=self.source.record.stock_entries != 0,
         )
         if is_resumed:
-            # Its process is dead, or is ended by this: the later copy goes on.
+            # The process of the earlier copy is dead, or the abort ends it: this copy resumes.
             attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         whole = {at: one.old for at, one in enumerate(self._shards) if one.old is not None}
         if self.spec.copies == "auto" and store.can_copy_objects_of(context.source):

@@ -24,7 +24,8 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import CommittedSource, read_manifest
 from ckpt_storage.store import Location, redacted_url
 
-from .copy import CopySpec, _name_at_target, _ToCopy
+from .copy_base import CopySource, CopySpec
+from .copy_committed import id_at_target
 from .copy_part import CopyOfPart, part_id, part_of
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
@@ -126,7 +127,7 @@ def _thinning(
     context: ExportContext, found: SourceVersion | None, *, expected_save_id: str | None
 ) -> _Thinning:
     """Return the export of a thinning; the coordinator, which is alone, looks what is there."""
-    if isinstance(found, _ToCopy):
+    if isinstance(found, CopySource):
         return _Thinning(context, found)
     store, spec = context.target, context.spec
     slots = deletion.log_to_extend(store)
@@ -154,10 +155,16 @@ def _thinning(
     chosen = part_of(source, context.spec)
     save_id = head.save_id
     if chosen is not None:
-        save_id = _name_at_target(context, part_id(head.save_id, chosen), slots)
+        save_id = id_at_target(context, part_id(head.save_id, chosen), slots)
     return _Thinning(
         context,
-        _ToCopy(record=head, save_id=save_id, was_there=chosen is None, is_part=True, there=slots),
+        CopySource(
+            record=head,
+            save_id=save_id,
+            was_there=chosen is None,
+            is_part=True,
+            target_log=slots,
+        ),
     )
 
 

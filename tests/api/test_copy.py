@@ -236,7 +236,7 @@ def test_within_a_bucket_the_storage_copies(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte travels, in one part or many, but to another bucket; checksums tell of damage."""
-    monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
+    monkeypatch.setattr("ckpt_storage.export.copy_base._COPY_PART_BYTES", MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = server.storage_options
     cases.save(state, "s3://bkt/run", storage_options=options)

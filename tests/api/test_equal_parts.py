@@ -54,7 +54,7 @@ def test_parts_have_one_length_and_no_gap(
     equal_parts: EqualPartsServer, monkeypatch: pytest.MonkeyPatch, call: str, *, copies: bool
 ) -> None:
     """Exports, copies and conversions are sound, whether the storage copies by itself or not."""
-    monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
+    monkeypatch.setattr("ckpt_storage.export.copy_base._COPY_PART_BYTES", MIB)
     options: dict[str, Any] = {"storage_options": equal_parts.storage_options}
     ckpt_storage.save(STATE, "s3://bkt/run", **options)
     equal_parts.part_counts.clear()

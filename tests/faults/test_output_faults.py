@@ -255,7 +255,7 @@ def test_copies_within_s3_cut_anywhere_go_on(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr("ckpt_storage.export.copy._COPY_PART_BYTES", MIB)
+    monkeypatch.setattr("ckpt_storage.export.copy_base._COPY_PART_BYTES", MIB)
     options = server.storage_options
     state = {"a": torch.arange(3 * MIB, dtype=torch.float32)}
     save(state, "s3://bkt/src", storage_options=options)
