@@ -42,9 +42,9 @@ def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: 
                 posix.link(source, temporary)
             linked = posix.stat(temporary)
             if (linked.st_dev, linked.st_ino) != (found.st_dev, found.st_ino):
-                what = f"{source} was replaced while it was linked."
-                step = "Find out what else writes there."
-                raise StorageError(what, retryable=True, next_step=step)
+                # Replaced meanwhile, or a mount that numbers names, not files, as sshfs does.
+                what = f"{source} and its new name are not shown as one file."
+                raise UnsupportedByStoreError(what, kind="unsupported")
             if found.st_mode & _WRITE_BITS:
                 with _unlinkable(source, target):
                     posix.fchmod(fd, stat_modes.S_IMODE(found.st_mode) & ~_WRITE_BITS)
