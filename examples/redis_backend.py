@@ -60,11 +60,13 @@ class RedisBackend(store.Backend):
 
     def get(self, path: str, *, max_bytes: int | None) -> store.Content:
         """Read all pieces of one version, or one byte more than is wanted."""
-        info = self.stat(path)
-        most_bytes = info.size_bytes if max_bytes is None else max_bytes + 1
-        data = bytearray(min(info.size_bytes, most_bytes))
-        self._fill(info, 0, memoryview(data))
-        return store.Content(data=bytes(data), version=info.version)
+        for _ in range(10):
+            info = self.stat(path)
+            most_bytes = info.size_bytes if max_bytes is None else max_bytes + 1
+            data = bytearray(min(info.size_bytes, most_bytes))
+            if self._fill(info, 0, memoryview(data)):
+                return store.Content(data=bytes(data), version=info.version)
+        raise StorageError(f"{path} was replaced at each read.", retryable=True)
 
     def read(self, path: str, ranges: Iterable[store.Range]) -> int | None:
         """Ask for what each range has of each piece."""
@@ -72,10 +74,13 @@ class RedisBackend(store.Backend):
         for start, view in ranges:
             if start + view.nbytes > info.size_bytes:
                 raise store.ShortReadError(max(start, info.size_bytes))
-            self._fill(info, start, view)
+            if not self._fill(info, start, view):
+                raise StorageError(f"{path} was replaced while it was read.", retryable=True)
         return info.size_bytes
 
-    def _fill(self, info: store.ObjectInfo, start: int, view: memoryview) -> None:
+    def _fill(self, info: store.ObjectInfo, start: int, view: memoryview) -> bool:
+        """Fill the view; return False if the version was replaced, and its pieces are gone."""
+        filled_bytes = 0
         for key, value in self._client.hgetall(_key("pieces", info.version)).items():
             offset, length = int(key), int(value)
             first, last = max(start, offset), min(start + view.nbytes, offset + length)
@@ -83,6 +88,8 @@ class RedisBackend(store.Backend):
                 piece = _key("piece", info.version, offset)
                 data = self._client.getrange(piece, first - offset, last - offset - 1)
                 view[first - start : first - start + len(data)] = data
+                filled_bytes += len(data)
+        return filled_bytes == view.nbytes
 
     def put(self, path: str, data: store.Buffers, **terms: Any) -> None:
         """Send one piece, and have the name refer to it if the condition holds."""
