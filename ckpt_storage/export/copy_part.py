@@ -54,14 +54,14 @@ def part_id(save_id: str, chosen: Selected) -> str:
 
 def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
     """Return what the commit record says of a part; a function has no patterns."""
-    said: dict[str, Any] = {"of": source_id}
+    record: dict[str, Any] = {"of": source_id}
     for key in ("include", "exclude"):
         selection = getattr(spec, key)
         if isinstance(selection, str):
-            said[key] = [selection]
+            record[key] = [selection]
         elif selection is not None:
-            said[key] = None if callable(selection) else sorted(selection)
-    return said
+            record[key] = None if callable(selection) else sorted(selection)
+    return record
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class CopyOfPart(CopyOfCommitted):
         if is_resumed:
             # The process of the earlier copy is dead, or the abort ends it: this copy resumes.
             attempt_files.abort_uploads(store, names.save_folder(self.save_id))
-        whole = {at: one.old for at, one in enumerate(self._shards) if one.old is not None}
+        whole = {at: shard.old for at, shard in enumerate(self._shards) if shard.old is not None}
         if self.spec.copies == "auto" and store.can_copy_objects_of(context.source):
             return ResumeState(whole={at: old.path for at, old in whole.items()})
         if not is_resumed:
@@ -228,8 +228,8 @@ class CopyOfPart(CopyOfCommitted):
     def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:
         """Write the manifest of a rank; return its report."""
         document, known = self.source.rank_manifest(rank), self._known[rank]
-        shards = [(at, one) for at, one in enumerate(self._shards) if one.rank == rank]
-        files = [self._described(at, one, document, known, made) for at, one in shards]
+        shards = [(at, shard) for at, shard in enumerate(self._shards) if shard.rank == rank]
+        files = [self._described(at, shard, document, known, made) for at, shard in shards]
         kept = known.fqns.keys()
         manifest = RankManifest(
             save_id=self.save_id,
@@ -250,7 +250,7 @@ class CopyOfPart(CopyOfCommitted):
             FileRef.of(path, data),
             with_places=ticket.with_places,
             ties=self.chosen.ties,
-            groups=[one.group for _, one in shards] if self.source.manifest.groups else (),
+            groups=[shard.group for _, shard in shards] if self.source.manifest.groups else (),
         )
 
     def _described(

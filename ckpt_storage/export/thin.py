@@ -126,7 +126,7 @@ def thin(
 def _thinning(
     context: ExportContext, found: SourceVersion | None, *, expected_save_id: str | None
 ) -> _Thinning:
-    """Return the export of a thinning; the coordinator, which is alone, looks what is there."""
+    """Return the export of a thinning; the coordinator, the only rank, reads the commit log."""
     if isinstance(found, CopySource):
         return _Thinning(context, found)
     store, spec = context.target, context.spec

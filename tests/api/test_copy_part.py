@@ -7,6 +7,7 @@ import json
 import os
 import uuid
 from pathlib import Path
+from stat import ST_INO
 from typing import Any
 
 import copy_cases as cases
@@ -179,6 +180,23 @@ def test_where_nothing_can_be_linked_the_bytes_are_copied(
     assert report.copied_bytes == 0
     assert report.sent_bytes == report.total_bytes
     assert not shards_of(target)[0].samefile(shards_of(source)[0])
+    assert verify(target).ok
+
+
+def test_where_names_of_one_file_differ_the_bytes_are_copied(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program sshfs gives each name a number of its own, so a link is not seen as the file."""
+    stat = Posix.stat
+
+    def renumbered(self: Posix, path: str) -> os.stat_result:
+        fields = list(stat(self, path))
+        fields[ST_INO] += len(path)
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Posix, "stat", renumbered)
+    report = copy(source, target, exclude="optim*")
+    assert (report.copied_bytes, report.sent_bytes) == (0, report.total_bytes)
     assert verify(target).ok
 
 

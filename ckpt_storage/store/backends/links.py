@@ -15,7 +15,7 @@ from .drafts import draft_name
 from .posix import NO_CALL, Posix
 
 _NO_LINK = NO_CALL | {errno.EACCES, errno.EMLINK, errno.EPERM, errno.EXDEV}
-"""Answers after which the bytes have to be copied."""
+"""Errors of a link after which the bytes are copied instead."""
 
 _WRITE_BITS = 0o222
 
@@ -24,8 +24,9 @@ def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: 
     """Make `target` a hard link to `source`, in place of what is there; may be repeated.
 
     The file loses its write bits: an edit under one name would change the other. It is synced, as
-    whoever wrote it may not have done so. Raises `UnsupportedByStoreError`
-    where the file cannot be linked, `IntegrityError` if it has another length.
+    the save that wrote it may have had `sync_files=False`. Raises `UnsupportedByStoreError` where
+    the file cannot be linked or the link is not shown as the same file, `IntegrityError` if it has
+    another length.
     """
     folder, name = os.path.split(target)
     temporary = f"{folder}/{draft_name(name)}"
@@ -64,7 +65,7 @@ def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: 
 
 @contextlib.contextmanager
 def _unlinkable(source: str, target: str) -> Iterator[None]:
-    """Turn answers after which the bytes have to be copied into `UnsupportedByStoreError`."""
+    """Raise `UnsupportedByStoreError` for the errors of `_NO_LINK`."""
     try:
         yield
     except OSError as error:
