@@ -1,20 +1,23 @@
 """Tensors that torch's planners describe wrongly or not at all: several boxes, or parts inside.
 
 A `DTensor` with a `_StridedShard` may hold rows that are not neighbours in the whole tensor. A
-subclass with `__tensor_flatten__` holds other tensors, and has no elements of its own.
+subclass with `__tensor_flatten__` holds other tensors, and has no elements of its own. It may also
+be the local part of a `DTensor`; the name of the box then stands before those of its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_storage.errors import InvalidInputError
@@ -112,11 +115,16 @@ def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
 
 
 def has_parts(value: object) -> bool:
-    """Return whether a value is a tensor that is made of others."""
+    """Return whether a value is a tensor that is made of others, or a `DTensor` of such tensors."""
+    if type(value) is DTensor:
+        # Whose box is the same on all ranks that hold it.
+        if not {*map(type, value.placements)} <= {Shard, Replicate}:
+            return False
+        value = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in PLAIN
-        and not isinstance(value, DTensor | ShardedTensor)
+        and not isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor)
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "__create_write_items__")
         # A nested tensor is no tensor that its parts could be put back into.
@@ -124,8 +132,13 @@ def has_parts(value: object) -> bool:
     )
 
 
-def unwrap(state: dict[str, Any], paths: dict[str, Any]) -> None:
-    """Replace each tensor that is made of others by these, in a flat state and its paths."""
+def unwrap(
+    state: dict[str, Any], paths: dict[str, Any], *, stored: Collection[str] | None = None
+) -> None:
+    """Replace each tensor that is made of others by these, in a flat state and its paths.
+
+    Raises `InvalidInputError` if `stored`, the names of a checkpoint, has other shards of it only.
+    """
     wrapped = [fqn for fqn, value in state.items() if type(value) not in PLAIN and has_parts(value)]
     for fqn in wrapped:
         value, path = state.pop(fqn), paths.pop(fqn)
@@ -138,10 +151,48 @@ def unwrap(state: dict[str, Any], paths: dict[str, Any]) -> None:
                     phase="plan",
                     next_step="Rename the other value.",
                 )
+            if type(value) is DTensor and stored is not None and name not in stored:
+                _check_shards(fqn, value, stored)
             state[name], paths[name] = part, (*path, *names)
 
 
+def _check_shards(fqn: str, tensor: DTensor, stored: Collection[str]) -> None:
+    """Refuse a `DTensor` made of others of which the checkpoint has other shards."""
+    start = f"{fqn}.{_SHARD}"
+    saved = sorted(
+        {name[len(fqn) + 1 :].partition(".")[0] for name in stored if name.startswith(start)}
+    )
+    if saved:
+        kind = type(tensor._local_tensor).__qualname__  # noqa: SLF001  # as in `has_parts`
+        raise InvalidInputError(
+            f"{fqn} cannot be loaded: it is a DTensor of {kind} that this rank holds as "
+            f"{_shard_name(tensor)}, and the checkpoint has the shards {', '.join(saved[:4])}. The "
+            "tensors inside a subclass cannot be resharded.",
+            phase="plan",
+            next_step="Load it with the mesh and placements of the save; to change them, convert "
+            "it to plain tensors before the save.",
+        )
+
+
+_SHARD = "shard-"
+
+
+def _shard_name(tensor: DTensor) -> str | None:
+    """Return a name for the box of this rank; None on a rank outside the mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return f"{_SHARD}{'x'.join(map(str, sizes))}-at-{'-'.join(map(str, offsets))}"
+
+
 def _parts_of(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
+    if type(value) is DTensor:
+        shard = _shard_name(value)
+        if shard is not None:
+            yield from (((shard, *inner), part) for inner, part in _parts_of(value._local_tensor))  # noqa: SLF001  # as in `has_parts`
+        return
     names, _ = value.__tensor_flatten__()
     for name in names:
         part = getattr(value, name)
