@@ -1,4 +1,4 @@
-"""The documents of an export folder as values: their names, and a strict codec to sealed JSON."""
+"""Documents of an export folder: their paths, and a strict codec to sealed JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id
 
 DEFAULT_FOLDER = "hf"
-"""Where an export goes by default, below its checkpoint."""
+"""Default folder of an export, below its checkpoint."""
 
 DOCUMENTS = ".ckpt-storage"
-"""Folder of the documents, in the output folder."""
+"""Folder of the documents, below the output folder."""
 
 NAMES_PATH = f"{DOCUMENTS}/names.json"
 HOLDER_PATH = f"{DOCUMENTS}/job.json"
@@ -23,26 +23,26 @@ HOLDER_PATH = f"{DOCUMENTS}/job.json"
 MODEL_PATTERN = "model{suffix}.safetensors"
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
 PATTERNS = (MODEL_PATTERN, ADAPTER_PATTERN, "diffusion_pytorch_model{suffix}.safetensors")
-"""How transformers, PEFT and diffusers name weight files; `suffix` tells several files apart."""
+"""Names of weight files in transformers, PEFT and diffusers; `suffix` numbers several files."""
 
 LIBRARY_INDEXES = frozenset(f"{pattern.format(suffix='')}.index.json" for pattern in PATTERNS)
-"""Where a library looks for the index of several weight files; ours is at `INDEX_NAME`, too."""
+"""Where these libraries look for the index of several weight files; we also write `INDEX_NAME`."""
 
 GUARD_NAME = "zz-export-under-way.safetensors"
 _GUARD_TEXT = (
     b"Weight files in this folder are being replaced, or their writer died: export again.\n"
 )
 GUARD = len(_GUARD_TEXT).to_bytes(8, "little") + _GUARD_TEXT
-"""A file that no reader of safetensors takes: its header is no JSON.
+"""A file that every reader of safetensors refuses, because its header is not JSON.
 
-While it is there, readers that load every `*.safetensors` of a folder fail. Their patterns skip
-names that begin with a dot.
+While it exists, readers that load every `*.safetensors` of a folder fail. Its name has no leading
+dot, because their patterns skip such names.
 """
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = r"(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?"
 _WEIGHT_FILE = re.compile(
-    "|".join(re.escape(one).replace(r"\{suffix\}", _SUFFIX) for one in PATTERNS)
+    "|".join(re.escape(pattern).replace(r"\{suffix\}", _SUFFIX) for pattern in PATTERNS)
 )
 _FILE_RECORD = re.compile(r"\.ckpt-storage/[0-9a-f]{16}/[0-9]{5,}\.json")
 _DOCUMENT = re.compile(r"\.ckpt-storage/(names|job|[0-9a-f]{16}/([0-9]{5,}|output))\.json")
@@ -60,17 +60,17 @@ def export_path(fingerprint: str) -> str:
 
 
 def weight_file_path(fingerprint: str, number: int) -> str:
-    """Return the path of the record that says weight file `number` (from 1) is complete."""
+    """Return the path of the record of complete weight file `number` (from 1)."""
     return f"{records_folder(fingerprint)}/{number:05d}.json"
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether a file name is one that an export gives."""
+    """Return whether a file name is that of a weight file of an export."""
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
 def is_single_file(name: str) -> bool:
-    """Return whether a file name is that of the only weight file of an export."""
+    """Return whether a file name is that of an export with one weight file."""
     return f"{name}.index.json" in LIBRARY_INDEXES
 
 
@@ -80,7 +80,7 @@ def is_file_record(path: str) -> bool:
 
 
 def is_output_file(path: str) -> bool:
-    """Return whether `path`, in an output folder, is that of a weight file or document of ours."""
+    """Return whether `path`, in an output folder, is that of a file that exports write there."""
     is_named = path in {*LIBRARY_INDEXES, GUARD_NAME} or is_weight_file(path)
     return is_named or _DOCUMENT.fullmatch(path) is not None
 
@@ -98,7 +98,7 @@ def _encode(kind: str, body: Mapping[str, object], stamp: Mapping[str, Any]) -> 
 
 
 def _decode(data: bytes, path: str, kind: str, *keys: str) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a document, and its stamp: what it holds beside `keys`."""
+    """Return the fields of a document, and its stamp: the keys other than `keys`."""
     fields = Fields.of(unseal(data, path=path), kind, path)
     known = {"format", *keys}
     return fields, {key: value for key, value in fields.body.items() if key not in known}
@@ -110,10 +110,10 @@ def _fingerprint(fields: Fields) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Which content may use names without a suffix; `stamp` says who wrote the document, and when.
+    """The export that may use names without a suffix; `stamp` is writer and time of the document.
 
-    The `stamp` of the other documents says the same. Every `decode` raises `IntegrityError` or
-    `FormatError` for a document that is damaged or of another kind.
+    The other documents have such a `stamp`, too. Every `decode` raises `IntegrityError` for a
+    damaged document and `FormatError` for one of another kind.
     """
 
     fingerprint: str
@@ -132,7 +132,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The run that works in the folder now."""
+    """The run that owns the folder now."""
 
     run_id: str
     fingerprint: str
@@ -153,7 +153,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRecord:
-    """A complete export. `ties`: alias to target."""
+    """A complete export; `ties` maps aliases to targets."""
 
     fingerprint: str
     save_id: str | None
@@ -197,10 +197,10 @@ class ExportRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """A file of which every byte is durable; its record says of which output it is.
+    """A file with only durable bytes; `fingerprint` names its export.
 
-    With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
-    has to be completed with.
+    With a `token`, the file may still be an upload with this token and `write_id`, which has to be
+    completed with `parts`.
     """
 
     fingerprint: str = ""
@@ -232,7 +232,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexTag:
-    """What an index of ours says of its export."""
+    """The export that an index of ours belongs to, and the names of its files."""
 
     fingerprint: str
     save_id: str | None
@@ -240,7 +240,7 @@ class IndexTag:
 
     @classmethod
     def of(cls, data: bytes) -> Self | None:
-        """Return what `data`, the content of an index, says; None unless it is ours."""
+        """Return the tag in the content of an index; None for the index of another tool."""
         try:
             body = json.loads(data)
             metadata, names = body["metadata"], body["weight_map"].values()
