@@ -102,10 +102,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part that the storage has taken; JSON, so that it travels between processes.
+    """One part of an upload; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; S3 wants them without a gap.
-    receipt: what the storage needs back at the end. crc32c: of a copied part, from the storage.
+    number: from 0, ascending with the offsets; S3 requires them without a gap.
+    receipt: what `put_part` returned and `complete_upload` needs.
+    crc32c: CRC-32C of the bytes, of a copied part as the storage reports it; None: not computed.
     """
 
     number: int
@@ -273,9 +274,7 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Store one part and return a receipt. The same part may come again with the same bytes.
 
         A storage that cannot take it again raises `StorageError(retryable=False)` then.

@@ -102,7 +102,7 @@ class Upload:
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
     ) -> Part:
-        receipt = backend.put_part(self._path, token, part.number, part.offset, data, last=last)
+        receipt = backend.put_part(self._path, token, part, data, last=last)
         return replace(part, receipt=receipt)
 
     def _fits_put(self, part: Part) -> bool:

@@ -27,7 +27,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.faults import FaultBackend, Rule
@@ -80,11 +80,10 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(
             LocalBackend.capabilities, **able, copy_min_bytes=None, is_remote=True
         )
 
-        def put_part(self, path: str, token: str, *given: Any, last: bool) -> str:
-            _, offset, data = given
-            assert offset == sum(ends.setdefault(path, []))
-            ends[path].append(sum(map(len, data)))
-            return super().put_part(path, token, *given, last=last)
+        def put_part(self, path: str, token: str, part: Part, *rest: Any, **more: Any) -> str:
+            assert part.offset == sum(ends.setdefault(path, []))
+            ends[path].append(part.size_bytes)
+            return super().put_part(path, token, part, *rest, **more)
 
     backend = InOrder(str(tmp_path / "out"))
     opener = Opener(lambda place, inner: backend if place.path.endswith("out") else inner)

@@ -142,16 +142,13 @@ class AzureBackend(clouds.CloudBackend):
         """Draw a random text; nothing is sent."""
         return os.urandom(8).hex()
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Put Block, under a name that no other upload of this path uses."""
         body = b"".join(data)
         # All names of one blob's blocks must be of one length.
-        block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
-        part = io.BytesIO(body)
+        block_id = base64.b64encode(f"{token}-{part.number:06d}".encode()).decode()
         checked = {"length": len(body), "validate_content": True}
-        self._run(self._ask, "stage_block", path, block_id, part, **checked)
+        self._run(self._ask, "stage_block", path, block_id, io.BytesIO(body), **checked)
         return block_id
 
     def complete_upload(

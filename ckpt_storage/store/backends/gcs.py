@@ -147,11 +147,9 @@ class GcsBackend(clouds.CloudBackend):
         self._sessions[session] = 0, None
         return session
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Send what the session does not hold yet; the last bytes end it and show the object."""
-        body = memoryview(b"".join(data))
+        body, offset = memoryview(b"".join(data)), part.offset
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)

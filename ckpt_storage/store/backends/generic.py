@@ -118,7 +118,7 @@ class FsspecBackend(ClientBackend):
         token = self.begin_upload(path, write_id="", copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
-            self.put_part(path, token, 0, 0, data, last=True)
+            self.put_part(path, token, part, data, last=True)
             self.complete_upload(path, token, [part], write_id="")
         except BaseException:
             with contextlib.suppress(Exception):
@@ -174,15 +174,13 @@ class FsspecBackend(ClientBackend):
         self._writings[token] = _Writing(fs=own, stream=stream)
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Append the part. What a failed write leaves is unknown, so it is the last one."""
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
-        writing.check(path, offset, f"got the part at byte {offset} out of its turn")
-        writing.problem = f"was cut off within the part at byte {offset}"
+        writing.check(path, part.offset, f"got the part at byte {part.offset} out of its turn")
+        writing.problem = f"was cut off within the part at byte {part.offset}"
         with writing.using:
             try:
                 for view in data:

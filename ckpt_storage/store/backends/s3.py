@@ -203,11 +203,9 @@ class S3Backend(clouds.CloudBackend):
         answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
         return str(answer["UploadId"])
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        part = self._upload(path, token, PartNumber=number + 1)
-        return _receipt(self._run(self._ask_checked, "upload_part", data, **part))
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        asked = self._upload(path, token, PartNumber=part.number + 1)
+        return _receipt(self._run(self._ask_checked, "upload_part", data, **asked))
 
     def copy_source(self, path: str) -> CopySource:
         scope = f"s3 {self.endpoint} {self._place[0]}"
