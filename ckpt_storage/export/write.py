@@ -290,7 +290,8 @@ class FileWriter:
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
         number, is_last = start // region.part_bytes, stop == region.file_bytes
-        job.upload.write_part(number, start, [window], last=is_last)
+        crc32c = joined(spans)[2]
+        job.upload.write_part(number, start, [window], last=is_last, crc32c=crc32c)
         self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)

@@ -277,7 +277,9 @@ class Backend(abc.ABC):
     def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Store one part and return a receipt. The same part may come again with the same bytes.
 
-        A storage that cannot take it again raises `StorageError(retryable=False)` then.
+        A storage that verifies CRC-32C gets `part.crc32c`, if it is known, so that it refuses bytes
+        that changed since. A storage that cannot take a part twice raises
+        `StorageError(retryable=False)` then.
         """
 
     @abc.abstractmethod

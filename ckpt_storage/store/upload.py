@@ -16,6 +16,7 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.crc import crc32c_of_all
 
 from .backend import Backend, Part, PartCopy
 from .calls import Calls
@@ -77,21 +78,31 @@ class Upload:
         return self._begun()
 
     def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+        self,
+        number: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        last: bool,
+        crc32c: int | None = None,
     ) -> None:
         """Write part `number` (from 0) whose first byte lies at `offset` (bytes) in the object.
 
         The buffers may be used again after the return, unless it raised kind "timeout". A part may
         be sent again with the same bytes, where the storage can take it twice. `last` marks the one
-        that ends the object.
+        that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed it:
+        a storage that verifies checksums refuses bytes that changed since.
         """
         self._check("open")
-        part = Part(number=number, offset=offset, size_bytes=sum(view.nbytes for view in buffers))
+        size_bytes = sum(view.nbytes for view in buffers)
+        part = Part(number=number, offset=offset, size_bytes=size_bytes, crc32c=crc32c)
         # An object of one part is one request in place of three.
         is_whole = not number and not offset and self._is_owner and not self._token
         is_put = is_whole and self._capabilities.is_remote and self._fits_put(part)
         if last and (is_put or self._capabilities.last_part_publishes):
-            self._held = part, b"".join(buffers)
+            data = b"".join(buffers)
+            self._check_unchanged(part, [memoryview(data)])
+            self._held = part, data
             return
 
         def put(backend: Backend, token: str) -> Part:
@@ -102,8 +113,21 @@ class Upload:
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
     ) -> Part:
-        receipt = backend.put_part(self._path, token, part, data, last=last)
+        try:
+            receipt = backend.put_part(self._path, token, part, data, last=last)
+        except Exception:
+            self._check_unchanged(part, data)
+            raise
         return replace(part, receipt=receipt)
+
+    def _check_unchanged(self, part: Part, data: Sequence[memoryview]) -> None:
+        """Raise if the bytes of a part are not those that its checksum was computed of."""
+        if part.crc32c is not None and crc32c_of_all(data) != part.crc32c:
+            what = f"cannot go on: the part at byte {part.offset} changed in this process's memory "
+            what += "after its checksum was computed"
+            step = "Let nothing write to the state before the save has returned or copied it; if "
+            step += "nothing does, test the memory of this host."
+            raise self._error(what, step)
 
     def _fits_put(self, part: Part) -> bool:
         most_bytes = self._capabilities.max_put_bytes

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -252,11 +251,6 @@ def range_header(start: int, length: int) -> str:
 def client_timeouts(request_s: float) -> tuple[float, float]:
     """Return how long a client waits for a connection, and for more of an answer (seconds)."""
     return min(10.0, request_s), min(60.0, request_s)
-
-
-def checksum_of(data: Buffers) -> str:
-    """Return the CRC-32C of consecutive buffers, spelt for a header or a document."""
-    return encoded(functools.reduce(lambda known, view: crc32c_of(view, known), data, 0))
 
 
 def encoded(crc32c: int) -> str:

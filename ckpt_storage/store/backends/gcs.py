@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.crc import combine_many, crc32c_of
+from ckpt_storage.format.crc import combine_many, crc32c_of, crc32c_of_all
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
@@ -91,7 +91,7 @@ class GcsBackend(clouds.CloudBackend):
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
         # It refuses a body that has another.
-        checksum = {"crc32c": clouds.checksum_of(data)}
+        checksum = {"crc32c": clouds.encoded(crc32c_of_all(data))}
         described = json.dumps({"name": self._name(path), **checksum, **_metadata(write_id)})
         head = (
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
@@ -162,7 +162,7 @@ class GcsBackend(clouds.CloudBackend):
             if kept <= start and whole is None:
                 raise stuck(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, whole
-        return str(crc32c_of(body))
+        return str(crc32c_of(body) if part.crc32c is None else part.crc32c)
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
