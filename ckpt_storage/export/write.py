@@ -118,7 +118,7 @@ class FileWriter:
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
-            self._context.deadline.watch.failed(error)
+            self._context.deadline.monitor.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -262,7 +262,7 @@ class FileWriter:
         deadline.check(f"Writing {job.file.name}")
         if not (self._copies and self._copied(job, start, stop)):
             self._streamed(job, start, stop)
-        deadline.watch.advanced(stop - start)
+        deadline.monitor.advanced(stop - start)
         self._export.on_bytes(stop - start)
         with self._lock:
             job.left_bytes -= stop - start
@@ -420,7 +420,7 @@ class FileWriter:
     def _seal(self, at: int, sealed: Sealed) -> None:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._context.deadline.watch.advanced(file_count=1)
+        self._context.deadline.monitor.advanced(file_count=1)
 
 
 def _place_of(path: str, file: OutFile) -> ChunkPlace:

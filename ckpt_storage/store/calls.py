@@ -168,7 +168,7 @@ class Calls:
             del failure
             attempt += 1
             for deadline in self._deadlines[-1:]:
-                deadline.watch.retried()
+                deadline.monitor.retried()
 
     def _once(
         self,
@@ -239,7 +239,7 @@ class Calls:
         return not self._is_over()
 
     def _is_watched(self) -> bool:
-        return any(deadline.is_watched for deadline in self._deadlines)
+        return any(deadline.is_monitored for deadline in self._deadlines)
 
     def _has_failed(self) -> bool:
         return any(deadline.has_failed() for deadline in self._deadlines)

@@ -41,14 +41,14 @@ _serving = threading.local()
 
 
 def halt_threads() -> None:
-    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+    """Let daemon threads that come to a call here, or to `park_if_exiting`, stay there for good.
 
     As the interpreter ends, one that returns from C++ would take the process down.
     """
     _HALT.set()
 
 
-def halted() -> None:
+def park_if_exiting() -> None:
     """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
     if _HALT.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
@@ -173,7 +173,7 @@ class TimedPool:
         They count from the last `moved`; `most_s` is the limit of it all. Raises `AbandonedError`
         when time is up, retryable if `repeatable`, or soon after `cancelled` returned True.
         """
-        halted()
+        park_if_exiting()
         worker = self._take()
         worker.moved_s, worker.what = time.monotonic(), what
         last_s = worker.moved_s + most_s

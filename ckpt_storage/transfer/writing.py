@@ -163,7 +163,7 @@ class ObjectWriter:
         def send() -> None:
             self._upload.write_part(number, offset, views, last=last, crc32c=part_crc)
             self._pacer.succeeded()
-            self._deadline.watch.advanced(size_bytes)
+            self._deadline.monitor.advanced(size_bytes)
             self._on_bytes(size_bytes)
 
         def end() -> None:
@@ -188,7 +188,7 @@ class ObjectWriter:
         if self._workers is not None:
             self._workers.drain()
         self._upload.complete(self._sent_bytes)
-        self._deadline.watch.advanced(file_count=1)
+        self._deadline.monitor.advanced(file_count=1)
         self._stop()
 
     def abort(self) -> None:

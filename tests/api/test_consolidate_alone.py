@@ -29,7 +29,7 @@ from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_co
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import Location, Part
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.deadline import Stalling
+from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -281,7 +281,7 @@ def test_an_export_that_takes_long_goes_on_while_bytes_move(
         nonlocal now_s
         now_s += 10
 
-    defaults: Any = Stalling.__init__.__kwdefaults__
+    defaults: Any = StallDetector.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "clock", lambda: now_s)
     consolidate(url, tmp_path / "out", max_file_bytes=8_000, timeout=17, progress=wait)
     assert now_s > 34
@@ -302,7 +302,7 @@ def test_an_export_that_stands_still_ends_with_a_documented_error(
 
     monkeypatch.setattr(ckpt_storage.export.output, "open_store", Opener(wrap))
     try:
-        with pytest.raises(PhaseTimeoutError, match="has not moved for") as caught:
+        with pytest.raises(PhaseTimeoutError, match="made no progress for") as caught:
             consolidate(url, tmp_path / "out", timeout=Timeouts(consolidate=0.5))
     finally:
         for backend in hanging:

@@ -343,7 +343,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
 def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:
     """While the phase has time left, the error of the storage is raised, with the phase."""
     deadline = Deadline("write", WAIT_S)
-    with pytest.raises(StorageError) as caught, deadline.governs("the write"):
+    with pytest.raises(StorageError) as caught, deadline.annotate_errors("the write"):
         raise StorageError("no response", kind="timeout", path="x")
     assert (type(caught.value), caught.value.phase) == (StorageError, "write")
 
