@@ -19,10 +19,10 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Backend, Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import check_copied
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 log = logging.getLogger("ckpt_storage")
 
@@ -186,7 +186,7 @@ class AzureBackend(clouds.CloudBackend):
             made = self._run(self._ask, "get_blob_properties", path)
             if made.copy.status != "pending":
                 break
-            moved()
+            report_progress()
             time.sleep(_COPY_LOOK_S)
         if made.copy.status != "success":
             what = f"The copy to {path} ended: {made.copy.status} {made.copy.status_description}."

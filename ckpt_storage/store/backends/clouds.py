@@ -21,9 +21,10 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
+from .client_registry import ForeignFs
+from .clients import ClientBackend
 
 WRITE_ID = "ckpt-write-id"
 """Metadata that distinguishes one attempt to write a key from another."""
@@ -179,7 +180,7 @@ class CloudBackend(ClientBackend):
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; a refusal is held against what is there: it may be gone."""
@@ -205,7 +206,7 @@ class CloudBackend(ClientBackend):
         below, more = self._name(f"{prefix}/" if prefix else ""), None
         while True:
             page, more = self._run(self._page, below, more, recursive=recursive)
-            moved()
+            report_progress()
             yield page
             if not more:
                 return
@@ -224,7 +225,7 @@ class CloudBackend(ClientBackend):
         answer = answer_in(error)
         return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:

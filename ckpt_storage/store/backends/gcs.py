@@ -27,10 +27,10 @@ from ckpt_storage.store.problems import (
     stuck,
     unless_absent,
 )
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
@@ -206,7 +206,7 @@ class GcsBackend(clouds.CloudBackend):
 
         answer = self._run(rewrite, {})
         while not answer["done"]:
-            moved()
+            report_progress()
             answer = self._run(rewrite, {"rewriteToken": answer["rewriteToken"]})
         made = answer["resource"]
         check_copied(source, int(made["size"]), size_bytes)

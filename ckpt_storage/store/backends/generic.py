@@ -30,9 +30,10 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import is_absence, stuck, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
+from .client_registry import ForeignFs
+from .clients import ClientBackend
 from .drafts import draft_name, is_draft_name, target_path
 
 log = logging.getLogger("ckpt_storage")
@@ -84,11 +85,11 @@ class FsspecBackend(ClientBackend):
         self._writings: dict[str, _Writing] = {}
 
     def stat(self, path: str) -> ObjectInfo:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
                 return Content(data=self._range(fs, path, 0, max_bytes + 1))
@@ -96,7 +97,7 @@ class FsspecBackend(ClientBackend):
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Ask for the size, then for each range; its bytes are copied once."""
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             for start, view in ranges:
                 stop = min(start + view.nbytes, size_bytes)
@@ -126,9 +127,9 @@ class FsspecBackend(ClientBackend):
             raise
 
     def delete(self, paths: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             for path in paths:
-                moved()
+                report_progress()
                 _remove(fs, self._full(path))
 
     def delete_folder(self, path: str) -> None:
@@ -146,12 +147,12 @@ class FsspecBackend(ClientBackend):
         if unsafe:
             log.warning("%r: names such as %r are not deleted", path, unsafe[0])
             return
-        with self._turn() as fs, unless_absent():
+        with self._borrowed_client() as fs, unless_absent():
             if not has_magic(full):
                 fs.rm(full, recursive=True)
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             self._check_share(fs)
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
@@ -165,11 +166,11 @@ class FsspecBackend(ClientBackend):
         folder, slash, name = path.rpartition("/")
         # fsspec would take some names for patterns.
         token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
-        own = self._take()
+        own = self._acquire()
         try:
             stream = own.open(self._full(token), "wb")
         except BaseException:
-            self._give_back(own, is_sound=False)
+            self._release(own, healthy=False)
             raise
         self._writings[token] = _Writing(fs=own, stream=stream)
         return token
@@ -208,15 +209,15 @@ class FsspecBackend(ClientBackend):
             with writing.using:
                 writing.stream.close()
                 self._writings.pop(token, None)
-                self._give_back(writing.fs)
-        with self._turn() as fs:
+                self._release(writing.fs)
+        with self._borrowed_client() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
         if not is_draft_name(token.rpartition("/")[2]):
             raise stuck(path, "has another token")
         self._let_go(token)
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             _remove(fs, self._full(token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -253,7 +254,7 @@ class FsspecBackend(ClientBackend):
             if end is not None and not getattr(writing.stream, "closed", False):
                 with contextlib.suppress(Exception):
                     end()
-        self._give_back(writing.fs)
+        self._release(writing.fs)
 
     @property
     def _bucket(self) -> str:
@@ -265,9 +266,9 @@ class FsspecBackend(ClientBackend):
     def _may_lack_bucket(self, error: BaseException) -> bool:
         return isinstance(error, FileNotFoundError)
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             fs.info(first)
 
     def _full(self, path: str) -> str:
@@ -307,7 +308,7 @@ class FsspecBackend(ClientBackend):
         above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
-            with self._turn() as fs:
+            with self._borrowed_client() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
                 except Exception as error:

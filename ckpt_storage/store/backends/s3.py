@@ -20,7 +20,7 @@ from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _CHECKSUMS = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "COMPOSITE"}
 _POOL_CONNECTIONS = 64
@@ -97,7 +97,7 @@ class S3Backend(clouds.CloudBackend):
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        bucket, prefix, _ = self._take().split_path(f"{self._root}/")
+        bucket, prefix, _ = self._acquire().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
@@ -153,7 +153,7 @@ class S3Backend(clouds.CloudBackend):
             stat = await self._head(fs, path)
             if stat[2] != terms["IfMatch"]:
                 raise
-            bare = {"IfMatch": _bare(terms["IfMatch"])}
+            bare: dict[str, Any] = {"IfMatch": _bare(terms["IfMatch"])}
             await self._ask_checked(fs, "put_object", data, **named, **bare)
             dialect.has_bare_etags = True
         else:

@@ -12,7 +12,7 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import Buffers, Capabilities, Part
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
 
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 from .clouds import (
     Body,
     CloudBackend,
