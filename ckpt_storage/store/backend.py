@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
 
-from .threads import moved
+from .threads import report_progress
 
 Buffers: TypeAlias = Sequence[memoryview]
 """Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
@@ -324,9 +324,9 @@ class Backend(abc.ABC):
         """Delete a folder and all below it."""
         paths = (info.path for info in self.list(path, recursive=True))
         while page := tuple(itertools.islice(paths, DELETE_COUNT)):
-            moved()
+            report_progress()
             self.delete(page)
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of that version, in one step of the storage.

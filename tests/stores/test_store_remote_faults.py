@@ -207,11 +207,15 @@ def test_a_part_that_changes_before_it_is_sent_is_refused(server: S3Server) -> N
     """What is sent is what was hashed; the error says that the memory changed."""
     location = Location.of("s3://bkt/run", options_of(server))
     backend = _Changing(location, Settings())
-    backend.tensor = bytearray(PARTS[0])
+    backend.tensor = bytearray(PARTS[0] + b"x")
     writer = _object_writer(Store(backend, url=location.url, policy=POLICY))
-    writer.write(memoryview(backend.tensor)[: len(PARTS[0])])
-    with pytest.raises(StorageError, match="at byte 0 changed in this process's memory"):
+
+    def write() -> None:
+        writer.write(memoryview(backend.tensor))
         writer.complete()
+
+    with pytest.raises(StorageError, match="at byte 0 changed in this process's memory"):
+        write()
     writer.abort()
     assert server.dump("bkt") == {}
     assert ops(server)["part"] == 1

@@ -33,7 +33,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import create_new, find_abilities
 from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count, moved
+from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count, report_progress
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 
@@ -326,7 +326,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
         def delete(self, paths: Collection[str]) -> None:
             late.wait(WAIT_S)
             try:
-                moved()
+                report_progress()
             except StorageError as error:
                 ends.append(error)
                 raise
