@@ -187,6 +187,10 @@ class FileWriter:
                 refused.append(whole)
                 return
             raise explained(error, [_place_of(path, file)], self._export.source) from error
+        if crc32c is None and self._able.copies_with_checksum:
+            # An emulator that computes none: the bytes are read, checked and sent.
+            refused.append(whole)
+            return
         # Without a report only the length was checked.
         crc32c = file.crc32c if crc32c is None else crc32c
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))

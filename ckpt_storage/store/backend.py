@@ -49,6 +49,7 @@ class Capabilities:
     has_temporary_files: uploads are temporary files beside their target, which `list_uploads` finds
         with the time of their last change, and `abort_upload` removes.
     copies_objects: `copy_object` copies whole objects.
+    copies_with_checksum: `copy_object` returns the CRC-32C of the copy.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); None: it copies nothing.
     """
@@ -72,6 +73,7 @@ class Capabilities:
     lists_uploads: bool = False
     has_temporary_files: bool = False
     copies_objects: bool = False
+    copies_with_checksum: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
 

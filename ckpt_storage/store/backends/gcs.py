@@ -51,6 +51,7 @@ class GcsBackend(clouds.CloudBackend):
         part_multiple_bytes=256 * KIB,
         last_part_publishes=True,
         copies_objects=True,
+        copies_with_checksum=True,
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
@@ -196,7 +197,10 @@ class GcsBackend(clouds.CloudBackend):
         )
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Rewrite, which the service may want called again and again, with the token of before."""
+        """Send Rewrite requests, each with the token of the response before, until it is done.
+
+        "Objects: rewrite" returns the metadata of the copy, whose crc32c is that of its content.
+        """
         address = f"{self._objects}/{quote(source.address, safe='')}/rewriteTo"
         address += f"{self._address(path).removeprefix('/storage/v1')}"
 
