@@ -23,7 +23,7 @@ from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .coordinator import Coordinator
+from .coordinator import Arrival, Coordinator
 from .failures import ranks_lost_error
 from .identity import Identity
 from .keyvalue import COORDINATOR, LostStoreError
@@ -32,7 +32,6 @@ from .liveness import FailureDetector, Heartbeats, RankProcess
 from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
-from .rendezvous import Arrival, Rendezvous, read_local_processes
 from .rounds import ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
@@ -198,15 +197,15 @@ class Operation:
                 self._detect_failures()
                 rounds.raise_failure()
                 if self.is_coordinator:
-                    answer = Rendezvous(rounds, self._coordinator).decide(arrival, decide)
+                    answer = self._coordinator.convene(arrival, decide)
                 else:
                     self._member.arrive(packed)
                     answer = self._member.await_release()
                 self._has_met = True
-        new_processes = {} if self.lane.has_met else read_local_processes(rounds)
-        self.lane.note_met(new_processes)
+        is_first = not self.lane.has_met
+        self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
-        self._detector.note_met(new_processes)
+        self._detector.note_met(self.lane.processes if is_first else {})
         return answer
 
     def _detect_failures(self) -> None:
