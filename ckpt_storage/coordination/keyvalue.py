@@ -122,7 +122,7 @@ class StoreClient:
         return self._address
 
     def connect(self) -> dist.Store:
-        """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
+        """Return a new connection, which the caller owns. Raises `OSError` if no server listens."""
         if self._has_failed and self._address is not None and self._address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.

@@ -71,8 +71,8 @@ class Lane:
         self._old_keys: dict[tuple[int, str], int] = {}  # sizes by number and key
 
     def heartbeat_key(self, rank: int) -> str:
-        """Return where a rank sends its heartbeats, in all operations."""
-        return f"{self.session}/alive/{rank}"
+        """Return the key in `heartbeat_keys` of a rank, in all operations of the session."""
+        return f"{self.session}/{rank}"
 
     def prefix(self, number: int | None = None) -> str:
         """Return the prefix of the keys of the present operation, or of that of a number."""
