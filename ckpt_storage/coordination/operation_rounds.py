@@ -42,7 +42,7 @@ _INTERRUPTED_S = 1.5
 """How long an interrupted rank that has not met the others tries to report."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
-"""The coordinator polls the store with pauses of a tenth of the time that it has waited."""
+"""The coordinator polls the store with pauses of a twentieth of the time that it has waited."""
 
 _LOCAL_LOOK_S = 0.2
 """How often a waiting rank checks whether its own worker process is alive."""
@@ -290,7 +290,7 @@ class OperationRounds:
             if now_s > end_s:
                 return False
             with self.changed:
-                self.changed.wait(min(max(_MIN_POLL_S, (now_s - begin_s) / 10), _MAX_POLL_S))
+                self.changed.wait(min(max(_MIN_POLL_S, (now_s - begin_s) / 20), _MAX_POLL_S))
         return True
 
     def wait_for(self, get_value: Callable[[], _T], end_s: float) -> _T | None:

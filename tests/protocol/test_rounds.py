@@ -583,7 +583,7 @@ def test_a_save_costs_a_member_twelve_requests_at_most() -> None:
 
 
 def test_the_coordinator_polls_with_growing_pauses() -> None:
-    """It sends some dozens of requests in the first second that it waits."""
+    """It sends about a hundred requests in the first second that it waits."""
     store = SharedStore()
 
     def body(ranks: RankGroup) -> Any:
@@ -593,7 +593,7 @@ def test_the_coordinator_polls_with_growing_pauses() -> None:
 
     assert values(run(group(store, 2), body)) == [{1}] * 2
     polls = [one for one in store.requests_of(0) if one.key.endswith("/1/1/from/1")]
-    assert 2 < len(polls) < 80
+    assert 2 < len(polls) < 130
 
 
 def test_a_poll_begins_at_the_first_request_with_a_missing_key() -> None:
