@@ -1079,23 +1079,26 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "if count == 0 or connection is None or keys.client.connection is not connection:",
-        "if count < 0:",
+        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
     ),
     Mutant(
-        "coordination/rounds.py",
-        "if count == self._world_size - 1:",
-        "if count == self._world_size:",
-        [
-            f"{_ROUNDS}::test_a_save_costs_a_member_twelve_requests_at_most",
-            "tests/protocol/test_messages.py",
-        ],
+        "coordination/keyvalue.py",
+        "return keys[at:]",
+        "return keys if at < len(names) else []",
+        [f"{_ROUNDS}::test_a_poll_begins_at_the_first_request_with_a_missing_key"],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "(now_s - begin_s) / 20)",
+        "0.0)",
+        [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_misses and self._is_worker_silent(rank):",
-        "> self._allowed_misses:",
+        "self._misses[rank] = 0",
+        "pass",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
