@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id
@@ -89,85 +89,78 @@ def _is_fingerprint(text: str) -> bool:
     return _FINGERPRINT.fullmatch(text) is not None
 
 
-def _are_parts(parts: Sequence[Any]) -> bool:
-    return all(isinstance(part, list) for part in parts)
-
-
-def _encode(kind: str, body: Mapping[str, object], stamp: Mapping[str, Any]) -> bytes:
-    return seal({"format": format_of(kind), **body, **stamp})
-
-
-def _decode(data: bytes, path: str, kind: str, *keys: str) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a document, and its stamp: the keys other than `keys`."""
-    fields = Fields.of(unseal(data, path=path), kind, path)
-    known = {"format", *keys}
-    return fields, {key: value for key, value in fields.body.items() if key not in known}
-
-
-def _fingerprint(fields: Fields) -> str:
-    return fields.value("fingerprint", str, ok=_is_fingerprint)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """The export that may use names without a suffix; `stamp` is writer and time of the document.
+class _Document:
+    """A document of the export with this `fingerprint`; `stamp` is its writer and time."""
 
-    The other documents have such a `stamp`, too. Every `decode` raises `IntegrityError` for a
-    damaged document and `FormatError` for one of another kind.
-    """
-
-    fingerprint: str
+    kind: ClassVar[str]
+    fingerprint: str = ""
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        return _encode("names", {"fingerprint": self.fingerprint}, self.stamp)
+        body = {"format": format_of(self.kind), "fingerprint": self.fingerprint}
+        return seal(body | self._members() | dict(self.stamp))
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, stamp = _decode(data, path, "names", "fingerprint")
-        return cls(fingerprint=_fingerprint(fields), stamp=stamp)
+        """Return the document in `data`.
+
+        Raises `IntegrityError` for a damaged document and `FormatError` for one of another kind.
+        """
+        get = Fields.of(unseal(data, path=path), cls.kind, path)
+        fingerprint, values = get.value("fingerprint", str, ok=_is_fingerprint), cls._values(get)
+        known = {"format", "fingerprint", *values}
+        stamp = {key: value for key, value in get.body.items() if key not in known}
+        return cls(fingerprint=fingerprint, stamp=stamp, **values)
+
+    def _members(self) -> dict[str, Any]:
+        """Return the other members of the JSON object."""
+        return {}
+
+    @classmethod
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        """Return the other fields of the class. Raises `FormatError`."""
+        del get
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Names(_Document):
+    """The export that may use names without a suffix."""
+
+    kind = "names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder(_Document):
     """The run that owns the folder now."""
 
+    kind = "holder"
     run_id: str
-    fingerprint: str
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {"run_id": self.run_id, "fingerprint": self.fingerprint}
-        return _encode("holder", body, self.stamp)
+    def _members(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, stamp = _decode(data, path, "holder", "run_id", "fingerprint")
-        run_id = fields.value("run_id", str, "")
-        return cls(run_id=run_id, fingerprint=_fingerprint(fields), stamp=stamp)
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {"run_id": get.value("run_id", str, "")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRecord:
+class ExportRecord(_Document):
     """A complete export; `ties` maps aliases to targets."""
 
-    fingerprint: str
+    kind = "export"
     save_id: str | None
     source_format: str
     source: str = ""
     files: Sequence[FileRef]
     index: FileRef
     ties: Mapping[str, str] = field(default_factory=dict)
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {
-            "fingerprint": self.fingerprint,
+    def _members(self) -> dict[str, Any]:
+        return {
             "save_id": self.save_id,
             "source_format": self.source_format,
             "source": self.source,
@@ -175,59 +168,46 @@ class ExportRecord:
             "index": self.index.as_json(),
             "ties": dict(self.ties),
         }
-        return _encode("export", body, self.stamp)
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        keys = ("fingerprint", "save_id", "source_format", "source", "files", "index", "ties")
-        fields, stamp = _decode(data, path, "export", *keys)
-        has_save_id = "save_id" in fields and fields.body["save_id"] is not None
-        return cls(
-            fingerprint=_fingerprint(fields),
-            save_id=fields.value("save_id", str, ok=is_save_id) if has_save_id else None,
-            source_format=fields.value("source_format", str, ""),
-            source=fields.value("source", str, ""),
-            files=tuple(file.ref() for file in fields.objects("files")),
-            index=fields.object("index").ref(),
-            ties={alias: str(name) for alias, name in fields.value("ties", dict).items()},
-            stamp=stamp,
-        )
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {
+            "save_id": get.value("save_id", str, ok=is_save_id) if "save_id" in get else None,
+            "source_format": get.value("source_format", str, ""),
+            "source": get.value("source", str, ""),
+            "files": tuple(file.ref() for file in get.objects("files")),
+            "index": get.object("index").ref(),
+            "ties": {alias: str(name) for alias, name in get.value("ties", dict).items()},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """A file with only durable bytes; `fingerprint` names its export.
+class Sealed(_Document):
+    """A file with only durable bytes.
 
     With a `token`, the file may still be an upload with this token and `write_id`, which has to be
     completed with `parts`.
     """
 
-    fingerprint: str = ""
+    kind = "weight_file"
     file: FileRef
     token: str = ""
     write_id: str = ""
     parts: Sequence[Sequence[int | str | None]] = ()
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body: dict[str, object] = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
-        if self.token:
-            parts = [list(part) for part in self.parts]
-            body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
-        return _encode("weight_file", body, {})
+    def _members(self) -> dict[str, Any]:
+        parts = [list(part) for part in self.parts]
+        upload = {"token": self.token, "write_id": self.write_id, "parts": parts}
+        return {"file": self.file.as_json()} | (upload if self.token else {})
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, _ = _decode(data, path, "weight_file")
-        return cls(
-            fingerprint=_fingerprint(fields),
-            file=fields.object("file").ref(),
-            token=fields.value("token", str, ""),
-            write_id=fields.value("write_id", str, ""),
-            parts=fields.value("parts", list, [], ok=_are_parts),
-        )
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {
+            "file": get.object("file").ref(),
+            "token": get.value("token", str, ""),
+            "write_id": get.value("write_id", str, ""),
+            "parts": get.value("parts", list, [], ok=lambda p: all(isinstance(x, list) for x in p)),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

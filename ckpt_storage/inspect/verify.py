@@ -102,7 +102,7 @@ def verify(  # the public surface, all keyword-only
     deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     ranges = _reader(store, thread_count, memory_limit_bytes)
-    with deadline.governs(what):
+    with deadline.annotate_errors(what):
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
@@ -143,7 +143,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
     `PhaseTimeoutError`, and as `open_checkpoint` without a checkpoint.
     """
     check = _Check(_reader(store), is_deep=deep, is_strict=True, part=number, part_count=count)
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         try:
             check.run()
         except IntegrityError as error:
@@ -156,7 +156,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
 
 def part_bytes(store: Store, count: int) -> list[int]:
     """Return the bytes that a deep check of each part reads; 0 for files of another tool."""
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         files = () if head is None else read_manifest(store, head).files
     return [sum(part.values()) for part in divided(files, count)]
