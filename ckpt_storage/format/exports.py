@@ -99,8 +99,7 @@ class _Document:
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        body = {"format": format_of(self.kind), "fingerprint": self.fingerprint}
-        return seal(body | self._members() | dict(self.stamp))
+        return seal({"format": format_of(self.kind), **self._members(), **self.stamp})
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Self:
@@ -115,12 +114,12 @@ class _Document:
         return cls(fingerprint=fingerprint, stamp=stamp, **values)
 
     def _members(self) -> dict[str, Any]:
-        """Return the other members of the JSON object."""
-        return {}
+        """Return the members of the JSON object, without `format` and `stamp`."""
+        return {"fingerprint": self.fingerprint}
 
     @classmethod
     def _values(cls, get: Fields) -> dict[str, Any]:
-        """Return the other fields of the class. Raises `FormatError`."""
+        """Return the fields of a derived class. Raises `FormatError`."""
         del get
         return {}
 
@@ -140,7 +139,7 @@ class Holder(_Document):
     run_id: str
 
     def _members(self) -> dict[str, Any]:
-        return {"run_id": self.run_id}
+        return {"run_id": self.run_id, "fingerprint": self.fingerprint}
 
     @classmethod
     def _values(cls, get: Fields) -> dict[str, Any]:
@@ -161,6 +160,7 @@ class ExportRecord(_Document):
 
     def _members(self) -> dict[str, Any]:
         return {
+            "fingerprint": self.fingerprint,
             "save_id": self.save_id,
             "source_format": self.source_format,
             "source": self.source,
@@ -198,7 +198,8 @@ class Sealed(_Document):
     def _members(self) -> dict[str, Any]:
         parts = [list(part) for part in self.parts]
         upload = {"token": self.token, "write_id": self.write_id, "parts": parts}
-        return {"file": self.file.as_json()} | (upload if self.token else {})
+        members = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        return members | (upload if self.token else {})
 
     @classmethod
     def _values(cls, get: Fields) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def verify(  # the public surface, all keyword-only
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
-            # Without a problem, the save was not freed during the check.
+            # A save that was freed during the check is not damaged: check the new head.
             save_id = check.save_id
             if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break

@@ -137,8 +137,12 @@ def unwrap(
 ) -> None:
     """Replace each tensor that is made of others by these, in a flat state and its paths.
 
-    Raises `InvalidInputError` if `stored`, the names of a checkpoint, has other shards of it only.
+    Waits for the results of pending collectives. Raises `InvalidInputError` if `stored`, the names
+    of a checkpoint, has other shards of such a tensor only.
     """
+    for fqn, value in state.items():
+        if type(value) not in PLAIN:
+            state[fqn] = _wait_for(value)
     wrapped = [fqn for fqn, value in state.items() if type(value) not in PLAIN and has_parts(value)]
     for fqn in wrapped:
         value, path = state.pop(fqn), paths.pop(fqn)
@@ -154,6 +158,16 @@ def unwrap(
             if type(value) is DTensor and stored is not None and name not in stored:
                 _check_shards(fqn, value, stored)
             state[name], paths[name] = part, (*path, *names)
+
+
+def _wait_for(value: Any) -> Any:  # noqa: ANN401  # any value of a state
+    """Return a value in which the result of a pending collective is a plain tensor."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.trigger_wait()
+    if type(value) is DTensor and isinstance(value._local_tensor, AsyncCollectiveTensor):  # noqa: SLF001  # to_local() may return it pending
+        local = value._local_tensor.trigger_wait()  # noqa: SLF001  # as above
+        return DTensor(local, value._spec, requires_grad=value.requires_grad)  # noqa: SLF001  # from_local() may communicate
+    return value
 
 
 def _check_shards(fqn: str, tensor: DTensor, stored: Collection[str]) -> None:

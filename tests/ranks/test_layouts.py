@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from on_ranks import on_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -267,6 +268,20 @@ def test_subclasses_inside_a_dtensor_are_not_resharded(rank: int, tmp_path: Path
     with pytest.raises(ckpt_storage.CheckpointError, match="inside a subclass cannot be resharded"):
         ckpt_storage.load(target, tmp_path)
     assert not codes.any()
+
+
+@on_ranks()
+def test_results_of_pending_collectives_are_waited_for(rank: int, tmp_path: Path) -> None:
+    """They are stored as the plain tensors that they become; stock pickles torch's wrapper."""
+    mesh = init_device_mesh("cpu", (2,))
+    plain = all_reduce(torch.full((3,), rank + 1.0), "sum", mesh)
+    local = all_reduce(torch.full((2,), rank + 1.0), "sum", mesh)
+    spec = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])._spec  # noqa: SLF001  # torch makes it so
+    sharded = DTensor(local, spec, requires_grad=False)
+    assert type(plain) is type(local) is AsyncCollectiveTensor
+    ckpt_storage.save({"w": plain, "d": sharded}, tmp_path, sync_files=False)
+    ckpt_storage.load(target := {"w": torch.zeros(3), "d": torch.zeros(4)}, tmp_path)
+    assert same(target, {"w": torch.full((3,), 3.0), "d": torch.full((4,), 3.0)})
 
 
 @on_ranks()
