@@ -175,8 +175,8 @@ def compare(
             for fqn, group in groupby(pieces, key=itemgetter(0)):
                 fields = differences((words for _, words in group), both[fqn], rtol, atol)
                 if fqn in changes or fields["different_count"]:
-                    texts = dict(zip(("left", "right"), map(str, both[fqn]), strict=True))
-                    change = changes.get(fqn) or ValueDiff(fqn=fqn, kind="values", **texts)
+                    x, y = map(str, both[fqn])
+                    change = changes.get(fqn) or ValueDiff(fqn=fqn, kind="values", left=x, right=y)
                     changes[fqn] = dataclasses.replace(change, **fields)
         for fqn in comparable:
             if fqn not in left.tensors and (changed := _compare_objects(left, right, fqn)):

@@ -163,11 +163,18 @@ def unwrap(
 def _wait_for(value: Any) -> Any:  # noqa: ANN401  # any value of a state
     """Return a value in which the result of a pending collective is a plain tensor."""
     if isinstance(value, AsyncCollectiveTensor):
-        return value.trigger_wait()
-    if type(value) is DTensor and isinstance(value._local_tensor, AsyncCollectiveTensor):  # noqa: SLF001  # to_local() may return it pending
-        local = value._local_tensor.trigger_wait()  # noqa: SLF001  # as above
-        return DTensor(local, value._spec, requires_grad=value.requires_grad)  # noqa: SLF001  # from_local() may communicate
+        return _finished(value)
+    # `to_local()` may return it pending, and `from_local()` may communicate.
+    local = value._local_tensor if type(value) is DTensor else None  # noqa: SLF001  # as above
+    if isinstance(local, AsyncCollectiveTensor):
+        make: Any = DTensor  # its constructor has no types
+        return make(_finished(local), value._spec, requires_grad=value.requires_grad)  # noqa: SLF001  # as above
     return value
+
+
+def _finished(pending: Any) -> torch.Tensor:  # noqa: ANN401  # its methods have no types
+    finished: torch.Tensor = pending.trigger_wait()
+    return finished
 
 
 def _check_shards(fqn: str, tensor: DTensor, stored: Collection[str]) -> None:
