@@ -45,7 +45,7 @@ BEAT_S = 0.25
 
 
 class _SaveMonitor(Heartbeats):
-    """The `Watch` of a save in the worker: phases and progress, and the error that cancels it."""
+    """Monitors a save in the worker: phases and progress, and the error that cancels it."""
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
         super().__init__(rank, process_id=os.getppid())
@@ -57,7 +57,7 @@ class _SaveMonitor(Heartbeats):
         """Begin a phase, in the trainer as well."""
         self._send(phase)
         self.begin(phase, 0)
-        return Deadline(phase, getattr(self.timeouts, phase), watch=self)
+        return Deadline(phase, getattr(self.timeouts, phase), monitor=self)
 
     def failure(self) -> CheckpointError | None:
         return self.error

@@ -23,7 +23,7 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import Proposal
 from ckpt_storage.saves.save import find_outcome, unknown_outcome
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store.threads import halted
+from ckpt_storage.store.threads import park_if_exiting
 
 from .messages import (
     FinishCall,
@@ -201,7 +201,7 @@ class WorkerSave:
         with contextlib.ExitStack() as stack:
             show: Callable[[int], None] | None = None
             while True:
-                halted()
+                park_if_exiting()
                 failure = operation.failure()
                 if failure is not None and notified_s == math.inf:
                     worker.send(picklable_copy(failure))

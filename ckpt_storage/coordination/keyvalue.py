@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
-from ckpt_storage.store.threads import TimedPool, halted
+from ckpt_storage.store.threads import TimedPool, park_if_exiting
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -405,7 +405,7 @@ class KeyListener:
     def _run(self) -> None:
         while (key := self._queue.get()) is not None and not self._is_closed:
             is_present = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
-            halted()
+            park_if_exiting()
             if is_present and not self._is_closed:
                 self._on_key(key)
 
