@@ -246,8 +246,8 @@ class Export(abc.ABC, Generic[R]):
             return SourceVersion(record=source.record)
         # An output may lie below the source, and be another one by now.
         own = {*source.paths, STOCK_METADATA, INDEX_NAME}
-        marks = {path: mark for path, mark in source.marks.of.items() if path in own}
-        source.marks = replace(source.marks, of=marks)
+        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
+        source.versions = replace(source.versions, of=marks)
         self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
         is_told = all(time_s is not None for _, time_s in marks.values())

@@ -24,8 +24,8 @@ from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
-from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import costs_for
 
 from .plan import Elements, Fixed, OutFile, Segment, Stored
 

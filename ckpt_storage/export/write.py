@@ -34,8 +34,8 @@ from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
+from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
@@ -245,7 +245,7 @@ class FileWriter:
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
-            workers.wait_for_place()
+            workers.wait_for_slot()
             BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=context.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
 
