@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -50,12 +50,16 @@ class BlockHasher:
     """CRC-32C of each block of a payload that arrives in pieces of any length.
 
     Blocks are counted from the start of the payload; the last may be shorter, and an empty
-    payload has none. Nothing is copied. Not safe to share between threads.
+    payload has none. Nothing is copied. Not safe to share between threads. `also` gets each piece,
+    a block at most, while it is in the processor's cache.
     """
 
-    __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes")
+    __slots__ = ("_also", "_block_bytes", "_crc", "_crcs", "_filled_bytes")
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(
+        self, block_bytes: int, also: Callable[[memoryview], object] | None = None
+    ) -> None:
+        self._also = also
         self._block_bytes = block_bytes
         self._crcs: array[int] = array("I")
         self._crc = self._filled_bytes = 0
@@ -71,6 +75,8 @@ class BlockHasher:
         while view:
             piece = view[: self._block_bytes - self._filled_bytes]
             self._crc = crc32c_of(piece, self._crc)
+            if self._also is not None:
+                self._also(piece)
             self._filled_bytes += len(piece)
             if self._filled_bytes == self._block_bytes:
                 self._crcs.append(self._crc)

@@ -94,6 +94,11 @@ class CheckpointManager:
         max_pending: background saves that may be in flight.
         on_error: "raise": a background save that failed is raised by the next `save_async` or
             `close`; "warn": it is logged.
+        reuse: what has not changed is not written again: the `base` of each save is the newest
+            checkpoint that this manager saved, or restored and found sound; see `save`.
+        stable: as for `ckpt_storage.save`; implies nothing without `reuse`.
+        full_every: write a file anew once so many checkpoints have it, so that one damaged file
+            does not hurt a whole run; None: never.
 
     Raises:
         InvalidInputError: for arguments that cannot be.
@@ -121,8 +126,15 @@ class CheckpointManager:
         mode: Mode = "process",
         max_pending: int = 1,
         on_error: OnError = "raise",
+        reuse: bool = False,
+        stable: str | Sequence[str] = (),
+        full_every: int | None = None,
     ) -> None:
         check_choice("pruning", pruning, Pruning)
+        if full_every is not None and full_every < 1:
+            raise InvalidInputError(
+                f"full_every is {full_every!r}.", next_step="Give a number of saves, or None."
+            )
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
@@ -162,6 +174,8 @@ class CheckpointManager:
             prunes=pruning == "background",
             is_coordinator=self._ranks.is_coordinator,
         )
+        self._reuse = {"has_reuse": True, "stable": stable, "full_every": full_every}
+        self._reuse = self._reuse if reuse else {}
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,
@@ -290,7 +304,7 @@ class CheckpointManager:
         self._check_open()
         self._schedule.restart_timer()
         is_preemption = self._schedule.preempted is not None
-        arguments = {**arguments, "is_preemption": is_preemption}
+        arguments = {**arguments, **self._reuse, "is_preemption": is_preemption}
         return StepSave(
             self._root, arguments, self._upkeep.record_save, restores=self._restore_count
         )

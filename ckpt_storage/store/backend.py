@@ -83,6 +83,7 @@ class ObjectInfo:
     modified_s: time of the last change in Unix seconds by the storage's clock, if it tells.
     version: what `put(if_match=...)` and `delete_version` take; None where there is none.
     write_id: what the object was written with, where the storage keeps it.
+    link_count: how many names a file has in its file system; 1 elsewhere.
     """
 
     path: str
@@ -90,6 +91,7 @@ class ObjectInfo:
     modified_s: float | None = None
     version: str | None = None
     write_id: str | None = None
+    link_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

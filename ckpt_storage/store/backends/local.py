@@ -473,7 +473,12 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
 
 
 def _info(path: str, found: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+    return ObjectInfo(
+        path=path,
+        size_bytes=found.st_size,
+        modified_s=found.st_mtime,
+        link_count=found.st_nlink,
+    )
 
 
 def _version_of(found: os.stat_result) -> str:
