@@ -33,6 +33,7 @@ from ckpt_storage.options import (
     UnsafeValues,
     check_choice,
 )
+from ckpt_storage.saves.hashes import check_hashes
 from ckpt_storage.saves.options import Chained
 from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location, redacted_url
@@ -96,7 +97,7 @@ class CheckpointManager:
             `close`; "warn": it is logged.
         reuse: what has not changed is not written again: the `base` of each save is the newest
             checkpoint that this manager saved, or restored and found sound; see `save`.
-        stable: as for `ckpt_storage.save`; implies nothing without `reuse`.
+        stable: as for `ckpt_storage.save`.
         full_every: write a file anew once so many checkpoints have it, so that one damaged file
             does not hurt a whole run; None: never.
 
@@ -134,6 +135,12 @@ class CheckpointManager:
         if full_every is not None and full_every < 1:
             raise InvalidInputError(
                 f"full_every is {full_every!r}.", next_step="Give a number of saves, or None."
+            )
+        if reuse:
+            check_hashes()
+        elif stable or full_every is not None:
+            raise InvalidInputError(
+                "stable and full_every need reuse=True.", next_step="Give it, or leave them out."
             )
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry

@@ -17,7 +17,7 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import unseal
 from ckpt_storage.format.names import rank_manifest_path
 from ckpt_storage.format.rank_manifest import NO_HASH, RankManifest, ShardFile
-from ckpt_storage.options import MIB
+from ckpt_storage.options import KIB, MIB
 from ckpt_storage.store.backend import CopySource, PartCopy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
@@ -27,8 +27,12 @@ from ckpt_storage.transfer.workers import some_at_once
 from .hashes import new_hash
 from .shardfile import Item
 
-_PIECE_BYTES = MIB
-"""How many bytes are hashed by one call."""
+_WINDOW_BYTES = 4 * MIB
+_PIECE_BYTES = 64 * KIB
+"""How many bytes are hashed by one call: so few that `xxhash` keeps the interpreter's lock.
+
+A thread that gives the lock away waits for it while another runs Python.
+"""
 
 _COPY_PART_BYTES = 64 << 20
 _MAX_COPY_PARTS = 9_000
@@ -86,7 +90,7 @@ class Base:
             return False
         first_bytes = min(file.block_bytes, item.payload_bytes)
         digest, is_first = new_hash(), True
-        for view in item.views(_PIECE_BYTES):
+        for view in item.views(_WINDOW_BYTES):
             for start in range(0, len(view), _PIECE_BYTES):
                 piece = view[start : start + _PIECE_BYTES]
                 # Most values that change differ in their first block.

@@ -434,3 +434,12 @@ def test_patterns_that_are_none_are_refused(tmp_path: Path, stable: Any) -> None
     """As those of groups."""
     with pytest.raises(InvalidInputError, match="stable is"):
         ckpt_storage.save(state_of(), tmp_path / "0", stable=stable)
+
+
+@pytest.mark.parametrize(
+    "options", [{"stable": "a"}, {"full_every": 5}, {"reuse": True, "full_every": 0}]
+)
+def test_a_manager_refuses_what_has_no_effect(tmp_path: Path, options: dict[str, Any]) -> None:
+    """`stable` and `full_every` without `reuse`, and a file that no checkpoint may have."""
+    with pytest.raises(InvalidInputError):
+        CheckpointManager(tmp_path, **options)
