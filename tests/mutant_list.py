@@ -1037,12 +1037,6 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        "if manifest is None or manifest.world_size != world_size:",
-        "if manifest is None:",
-        [f"{_REUSE}::test_another_number_of_ranks_writes_all"],
-    ),
-    Mutant(
-        "saves/base.py",
         'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
         "if error.kind not in COPY_REFUSALS:",
         [f"{_REUSE}::test_a_damaged_file_is_not_linked"],

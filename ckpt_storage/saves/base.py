@@ -102,10 +102,10 @@ class Base:
         return digest.digest() == known
 
 
-def read_base(store: Store, save_id: str, *, rank: int, world_size: int) -> Base | None:
-    """Return what a rank wrote of a base; None, with a warning, if that cannot be used.
+def read_base(store: Store, save_id: str, *, rank: int) -> Base | None:
+    """Return what a rank wrote of a base; None if it wrote nothing, or, with a warning, for damage.
 
-    A base of another world size is of no use.
+    The base may have another world size: a chunk that is the same is the same.
     """
     path = rank_manifest_path(save_id, rank)
 
@@ -117,7 +117,7 @@ def read_base(store: Store, save_id: str, *, rank: int, world_size: int) -> Base
     except (FormatError, IntegrityError, StorageError) as error:
         warn_useless(store.url, error)
         return None
-    if manifest is None or manifest.world_size != world_size:
+    if manifest is None:
         return None
     if (manifest.save_id, manifest.rank) != (save_id, rank):
         warn_useless(store.url, f"{path} is of save {manifest.save_id}, rank {manifest.rank}")

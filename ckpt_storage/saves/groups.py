@@ -49,7 +49,7 @@ def choose_groups(
     """Return the groups that get files of their own, on all ranks; () for one file a rank.
 
     `sizes` are the names and bytes of the global plan. Two groups or more must have 1 MiB a rank on
-    average; what no pattern matches counts as one. Smaller groups go with that.
+    average; values that no pattern matches are a group, which takes the smaller groups.
     """
     if not groups:
         return ()
@@ -60,7 +60,8 @@ def choose_groups(
         if group is None:
             group = known[fqn] = group_of(fqn, groups)
         bytes_of[group] += size_bytes
-    large = [one for one in ("", *groups) if bytes_of[one] >= world_size * _GROUP_MIN_BYTES]
+    least_bytes = world_size * _GROUP_MIN_BYTES
+    large = [group for group in ("", *groups) if bytes_of[group] >= least_bytes]
     return tuple(filter(None, large)) if len(large) > 1 else ()
 
 

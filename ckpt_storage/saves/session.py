@@ -301,12 +301,7 @@ class SaveSession:
         if not ticket.base_id:
             return None
         location = Location.of(ticket.base_url, self.options.storage_options)
-        return read_base(
-            self._open(location).bounded(deadline),
-            ticket.base_id,
-            rank=self.rank,
-            world_size=ticket.world_size,
-        )
+        return read_base(self._open(location).bounded(deadline), ticket.base_id, rank=self.rank)
 
     def _put_manifest(
         self,

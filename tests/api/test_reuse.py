@@ -319,7 +319,7 @@ def save_on_rank(rank: int, url: Path, first: Path | None, second: Path | None) 
 
 
 def test_another_number_of_ranks_writes_all(tmp_path: Path) -> None:
-    """Of a base of two ranks nothing is reused by one."""
+    """Each of two ranks wrote a stable file with some of the values; one rank has no such file."""
     for base, url in (None, "0"), ("0", "1"):
         of = None if base is None else tmp_path / base
         assert not any(o.failure for o in run_ranks(2, save_on_rank, tmp_path / url, of, of))

@@ -154,7 +154,7 @@ def test_a_reusing_save_on_s3_survives_every_fault_at_every_request(
     server: S3Server, fault: str
 ) -> None:
     """What passes is not noticed; after a death the new save is there whole or not at all."""
-    options = {"storage_options": server.storage_options}
+    options: dict[str, Any] = {"storage_options": server.storage_options}
     save(0, "s3://bkt/0", **options)
     server.reset_counters()
     info = save(1, "s3://bkt/dry", base="s3://bkt/0", **options)

@@ -315,7 +315,7 @@ def test_reused_files_are_read_by_everyone(step: int, ages: list[int | None]) ->
     found = spec_reader.read(path)
     assert found.tensors["model.w1"][1].tobytes() == raw_bytes(expected["model"]["w1"])
     assert ckpt_storage.verify(path).ok
-    files, moving = [], set()
+    files, moving = list[Any](), set[str]()
     for where in sorted(path.rglob("rank-*.json")):
         body = unseal(data := where.read_bytes(), path=str(where))
         manifest = RankManifest.from_body(body, where=str(where))
