@@ -16,7 +16,6 @@ import ckpt_storage.saves.session
 from ckpt_storage import CheckpointError, RetryPolicy, copy, open_checkpoint, thin, verify
 from ckpt_storage.store import Location, open_store
 
-
 KEPT: dict[str, Any] = {"model": seeded(1, 300, 500)}
 WHOLE: dict[str, Any] = {**KEPT, "optim": seeded(2, 300, 500)}
 
