@@ -161,7 +161,7 @@ class SaveSession:
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
-        with deadline.governs(f"Beginning a save to {self.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Beginning a save to {self.url}", rank=self._error_rank):
             store = self._store.bounded(deadline)
             if world_size > 1 and not store.capabilities.shared:
                 raise InvalidInputError(
@@ -250,7 +250,7 @@ class SaveSession:
         deadline: Deadline,
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
             shards, unsafe = list[Shard](), dict[str, str]()
             plans = split_plan(plan, ticket.groups)
@@ -264,7 +264,7 @@ class SaveSession:
                 reuse = Reuse(base, options.stable_patterns, options.full_every, noted=noted)
                 files = reuse.files(plans, deadline)
             if files:
-                deadline.watch.expect(byte_count)
+                deadline.monitor.expect(byte_count)
                 with reporting(
                     options.progress,
                     phase="write",
@@ -366,7 +366,7 @@ class SaveSession:
     ) -> RankReport:
         """Write the rank manifest of shard files; durable on return."""
         store = self._store.bounded(deadline)
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             return self._put_manifest(store, ticket, shards)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
@@ -411,7 +411,7 @@ class SaveSession:
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
         assert ticket is not None  # noqa: S101  # it has written its files
         try:
-            with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
+            with deadline.annotate_errors(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
                     ticket,

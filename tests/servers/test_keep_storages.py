@@ -13,7 +13,15 @@ from servers import Running
 
 import ckpt_storage
 import ckpt_storage.saves.session
-from ckpt_storage import CheckpointError, RetryPolicy, copy, open_checkpoint, thin, verify
+from ckpt_storage import (
+    CheckpointError,
+    IntegrityError,
+    RetryPolicy,
+    copy,
+    open_checkpoint,
+    thin,
+    verify,
+)
 from ckpt_storage.store import Location, open_store
 
 KEPT: dict[str, Any] = {"model": seeded(1, 300, 500)}
@@ -81,3 +89,32 @@ def test_a_file_that_is_reused_is_not_sent(root: Running, monkeypatch: pytest.Mo
     ckpt_storage.delete(f"{root.url}/0", storage_options=options)
     assert same(found_at(f"{root.url}/dry", options), state)
     faulty.close()
+
+
+def test_a_copy_within_a_bucket_of_gcs_sends_no_byte(gcs_root: Running) -> None:
+    """The service copies each object and reports the checksum of its content."""
+    options = dict(gcs_root.storage_options)
+    run, target = f"{gcs_root.url}/run", f"{gcs_root.url}/copy"
+    ckpt_storage.save(WHOLE, run, storage_options=options)
+    report = copy(run, target, storage_options=options)
+    assert (report.read_bytes, report.sent_bytes) == (0, 0)
+    assert report.copied_bytes == report.total_bytes
+    assert same(found_at(target, options), WHOLE)
+    sent = copy(run, f"{gcs_root.url}/again", storage_options=options, copies="never")
+    assert (sent.copied_bytes, sent.sent_bytes) == (0, sent.total_bytes)
+
+
+def test_a_damaged_object_of_gcs_is_not_copied(gcs_root: Running) -> None:
+    """The reported checksum is compared with that of the checkpoint."""
+    options = dict(gcs_root.storage_options)
+    run, target = f"{gcs_root.url}/run", f"{gcs_root.url}/copy"
+    ckpt_storage.save(WHOLE, run, storage_options=options)
+    store = open_store(Location.of(run, options))
+    (shard,) = (info.path for info in store.list("saves") if info.path.endswith(".distcp"))
+    data = bytearray(store.get(shard).data)
+    data[-500] ^= 1
+    store.replace(shard, bytes(data))
+    with pytest.raises(IntegrityError, match="other bytes than the checkpoint says"):
+        copy(run, target, storage_options=options)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(target, storage_options=options)
