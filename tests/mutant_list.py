@@ -51,6 +51,7 @@ _REMOTE = "tests/stores/test_store_remote_faults.py"
 _REPLACED = "tests/protocol/test_replaced_files.py"
 _RETENTION = "tests/unit/test_retention.py"
 _RETRY = "tests/stores/test_store_retry.py"
+_REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
@@ -1021,6 +1022,54 @@ _SAVES_MUTANTS = [
         '"committed", "raise with info")',
         '"committed", "return")',
         ["tests/unit/test_save_outcome.py"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "return digest.digest() == known",
+        "return digest.digest() != b''",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "(dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)",
+        "file.payload_bytes[at] == item.payload_bytes",
+        [f"{_REUSE}::test_equal_names_are_not_enough"],
+    ),
+    Mutant(
+        "saves/base.py",
+        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in COPY_REFUSALS:",
+        [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "age >= self._full_every:",
+        "age > self._full_every:",
+        [f"{_REUSE}::test_a_file_is_written_anew_once_so_many_checkpoints_have_it"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "changed.add(key)",
+        "pass",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "unique <= equal",
+        "unique & equal",
+        [f"{_REUSE}::test_a_value_that_is_gone_is_in_no_file"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "and not is_worth(staying - reused)",
+        "and staying == reused",
+        [f"{_REUSE}::test_a_small_value_that_joins_does_not_make_the_others_written"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "return 0 if has_linked else self._count + 1",
+        "return 0",
+        [f"{_REUSE}::test_a_run_of_which_nothing_stays_is_hashed_three_times"],
     ),
     Mutant(
         "saves/shardfile.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +19,7 @@ from ckpt_storage.commit.report import RankReport
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabulary
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store.deadline import Deadline
@@ -30,8 +30,6 @@ from .copy_committed import CopyOfCommitted
 from .output import ResumeState, WriteSummary
 from .plan import OutFile, Segment, Stored, elements_of
 from .select import Selected, select
-
-_BLOB = -1
 
 
 def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
@@ -265,24 +263,4 @@ class CopyOfPart(CopyOfCommitted):
         file, old = self.plan.files[at], shard.old
         if old is None:
             return layout.described(file, shard.table, at, made)
-        rows = list(_renumbered(document, old, known))
-        columns: dict[str, Any] = dict(
-            zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)
-        )
-        return replace(old, path=file.name, **columns)
-
-
-def _renumbered(
-    document: RankManifest, file: ShardFile, known: Vocabulary
-) -> Iterable[tuple[int, ...]]:
-    """Yield the rows of a file as another vocabulary numbers them."""
-    for row in zip(*(getattr(file, key) for key in COLUMNS), strict=True):
-        fqn, dtype, box, *places = row
-        yield (
-            *known.numbers(
-                document.fqns[fqn],
-                None if dtype == _BLOB else document.dtypes[dtype],
-                None if box == _BLOB else document.boxes[box],
-            ),
-            *places,
-        )
+        return document.renumbered(old, known, file.name)

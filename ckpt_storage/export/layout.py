@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
@@ -298,12 +298,13 @@ def described(
         frame_crcs.append(next(joined_crcs))
         block_crcs.extend(islice(joined_crcs, -(-length // DEFAULT_BLOCK_BYTES)))
     frame_crcs.append(next(joined_crcs))
+    table: dict[str, Any] = dict(columns)  # of types that mypy cannot tell apart
     return ShardFile(
         path=file.name,
         size_bytes=file.size_bytes,
         crc32c=joined(crcs)[2],
         block_bytes=DEFAULT_BLOCK_BYTES,
-        **columns,
+        **table,
         block_crcs=block_crcs,
         frame_crcs=frame_crcs,
     )
