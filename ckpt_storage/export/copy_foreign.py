@@ -7,12 +7,14 @@ folder a checkpoint is copied last.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import PurePosixPath
 
 from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
 from ckpt_storage.format import exports, names
-from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, unseal
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.rereading import read_twice
@@ -53,13 +55,12 @@ def open_foreign(
     if spec.target.is_local:
         _check_names(entries, spec.target.url)
     _check_whole(source, {path: info.size_bytes for path, info in entries.items()})
-    crcs, was_there = _exported(context, tag) if tag else ({}, False)
+    documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+    crcs, was_there = _exported(context, tag, documents) if tag else ({}, False)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
     if was_there:
         # The export stays as it is. The files beside it have no checksums, so all are copied.
-        documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
-        complete = {names.INDEX_NAME, *documents, *crcs}
-        entries = {path: info for path, info in entries.items() if path not in complete}
+        entries = {path: info for path, info in entries.items() if path not in crcs}
     files = {
         path: (info.size_bytes, info.modified_s, crcs.get(path)) for path, info in entries.items()
     }
@@ -70,23 +71,34 @@ def open_foreign(
     return foreign_copy
 
 
-def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
-    """Return the checksums of an export's files, and whether the target's index is the same."""
+def _exported(
+    context: ExportContext, tag: exports.IndexTag, documents: Collection[str]
+) -> tuple[dict[str, int], bool]:
+    """Return checksums of an export's files by path, and whether the target's index is the same."""
+    store, crcs = context.source, dict[str, int]()
+    for path in documents:
+        data = slotlog.read_decoded(store, path, partial(_sound_document, path))
+        crcs |= {} if data is None else {path: crc32c_of(data)}
     path = exports.export_path(tag.fingerprint)
 
-    def read() -> tuple[bytes, exports.ExportRecord]:
-        index = context.source.get(names.INDEX_NAME).data
-        data = context.source.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
-        record = exports.ExportRecord.decode(data, path)
-        slotlog.check_document(index, record.index)
-        return index, record
+    def read_record() -> exports.ExportRecord:
+        data = store.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
+        return exports.ExportRecord.decode(data, path)
 
-    index, record = read_twice(context.source, path, read)
+    record = read_twice(store, path, read_record)
+    index = slotlog.read_referenced(store, record.index)
+    crcs |= {file.path: file.crc32c for file in (*record.files, record.index)}
     target_index = slotlog.read_or_none(context.target, names.INDEX_NAME)
     was_there = target_index is not None and target_index.data == index
     # The guard is still there if an earlier copy stopped just before its end.
     is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
-    return {file.path: file.crc32c for file in record.files}, is_whole
+    return crcs, is_whole
+
+
+def _sound_document(path: str, data: bytes) -> bytes:
+    """Return the bytes of a document with a checksum of its own. Raises `IntegrityError`."""
+    unseal(data, path=path)
+    return data
 
 
 class CopyOfFiles(Copy):
@@ -119,12 +131,18 @@ class CopyOfFolder(PlainFolder[CopyReport], CopyOfFiles):
 
     def document(self) -> bytes:
         """Return the content of the file that is written last."""
-        size_bytes = self.found.files[self.last][0]
-        data = self.context.source.get(self.last, max_bytes=size_bytes).data
+        store, path = self.context.source, self.last
+        size_bytes, _, crc32c = self.found.files[path]
+
+        def read() -> bytes:
+            data = store.get(path, max_bytes=size_bytes).data
+            if len(data) != size_bytes or crc32c not in {None, crc32c_of(data)}:
+                what = f"{path} has {len(data)} bytes, or another checksum than it had before."
+                raise errors.IntegrityError(what, path=path, offset=0, next_step="Copy again.")
+            return data
+
+        data = read_twice(store, path, read)
         self.check_unchanged()
-        if len(data) != size_bytes:
-            what = f"{self.last} has {len(data)} bytes; {size_bytes} were listed."
-            raise errors.IntegrityError(what, path=self.last, offset=0, next_step="Copy again.")
         return data
 
 

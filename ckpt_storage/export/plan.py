@@ -191,7 +191,7 @@ class Plan:
         left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
         regions = divide(left, self.world_size, self.able, self.part_bytes)
         checked = {at: sizes[at] for at in sorted(done)}
-        checks = _whole_files(checked, self.world_size, self.able, self.part_bytes)
+        checks = whole_files(checked, self.world_size, self.able, self.part_bytes)
         return replace(self, regions=(*regions, *(replace(r, is_done=True) for r in checks)))
 
 
@@ -237,7 +237,7 @@ def divide(
     """
     files = {at: size for at, size in files.items() if size}
     if not able.tokens_travel:
-        return _whole_files(files, world_size, able, part_bytes)
+        return whole_files(files, world_size, able, part_bytes)
     total_bytes = sum(files.values())
     # One rank alone needs no balance.
     share_bytes = total_bytes // (_PARTS_PER_RANK * world_size) if world_size > 1 else part_bytes
@@ -272,7 +272,7 @@ def length_of_parts(able: Capabilities, file_bytes: int, wanted: int) -> int:
     return max(wanted - wanted % unit, least + -least % unit)
 
 
-def _whole_files(
+def whole_files(
     files: Mapping[int, int], world_size: int, able: Capabilities, part_bytes: int
 ) -> tuple[Region, ...]:
     """Return each file as a region: the largest first, each to the rank that has least (LPT)."""

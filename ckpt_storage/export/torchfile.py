@@ -7,9 +7,10 @@ import pickle
 import struct
 import zipfile
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, NamedTuple
 
@@ -19,8 +20,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage import errors
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.crc import BlockHasher
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
@@ -53,29 +56,42 @@ class TorchFileSource(ForeignSource):
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    records: dict[str, _Record] = field(default_factory=dict)
+    records: dict[Key, _Record] = field(default_factory=dict)
+    views: dict[_Record, list[Key]] = field(default_factory=dict)
     _sound: set[_Record] = field(default_factory=set)
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where tensors lie; checks their records, each once, by torch's own checksums."""
-        places = [self.held[key] for key in keys if key in self.held]
-        for place in places:
-            record = self.records.get(place.fqn)
-            if record and record.crc32 is not None and record not in self._sound:
-                read_twice(self.store, place.path, partial(self._check, place, record))
-                self._sound.add(record)
-        return places
+        """Return where tensors lie; checks their records, each once, by torch's own checksums.
 
-    def _check(self, place: ChunkPlace, record: _Record) -> None:
+        The places have checksums of blocks, which later reads of parts of a record are checked by.
+        """
+        for key in keys:
+            record = self.records.get(key)
+            if record and record.crc32 is not None and record not in self._sound:
+                path, check = self.held[key].path, partial(self._check, record, key)
+                for view, crcs in read_twice(self.store, path, check).items():
+                    place = self.held[view]
+                    self.held[view] = replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)
+                self._sound.add(record)
+        return [self.held[key] for key in keys if key in self.held]
+
+    def _check(self, record: _Record, key: Key) -> dict[Key, array[int]]:
+        """Read the record of a tensor; return the CRC-32C of all blocks of the tensors in it."""
+        hashers = {view: BlockHasher(DEFAULT_BLOCK_BYTES) for view in self.views[record]}
+        path, file_bytes, fqn = self.held[key].path, self.held[key].file_bytes, key[0]
         crc, end = 0, record.start + record.size_bytes
         window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
         for start in range(record.start, end, _WINDOW_BYTES):
-            view = window[: end - start]
-            self.store.read(place.path, [(start, view)], size_bytes=place.file_bytes)
-            crc = zlib.crc32(view, crc)
+            piece = window[: end - start]
+            self.store.read(path, [(start, piece)], size_bytes=file_bytes)
+            crc = zlib.crc32(piece, crc)
+            for place, hasher in ((self.held[view], hasher) for view, hasher in hashers.items()):
+                first = max(place.start - start, 0)
+                hasher.update(piece[first : max(place.start + place.size_bytes - start, first)])
         if crc != record.crc32:
-            what = f"the record at byte {record.start}, which holds {place.fqn},"
-            raise _damaged(place.path, what, record.start, place.fqn)
+            what = f"the record at byte {record.start}, which holds {fqn},"
+            raise _damaged(path, what, record.start, fqn)
+        return {view: hasher.finish() for view, hasher in hashers.items()}
 
     def pickled(self, fqn: str) -> bytes:
         """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
@@ -114,6 +130,8 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             source.values[fqn] = value
             continue
         dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
+        whole, size = Box((0,) * len(shape), shape), value.nbytes
+        key = fqn, whole.offsets
         if value.numel():
             record: _Record | None = getattr(value.untyped_storage(), "record", None)
             if record is None:
@@ -121,13 +139,13 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             offset = int(value.storage_offset()) * value.element_size()
             if not 0 <= offset <= record.storage_bytes - value.nbytes:
                 raise _refused(shown, f"holds {fqn}, which reaches beyond its storage", _RESTORE)
-            source.records[fqn] = record
             start = record.start + offset
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
-        whole, size = Box((0,) * len(shape), shape), value.nbytes
+            source.records[key] = record
+            source.views.setdefault(record, []).append(key)
         tensors[fqn] = TensorRecord(dtype=dtype, shape=shape, boxes=[whole])
-        source.held[fqn, whole.offsets] = ChunkPlace(
+        source.held[key] = ChunkPlace(
             path=path, fqn=fqn, start=start, size_bytes=size, sizes=shape, file_bytes=file_bytes
         )
     source.blobs = frozenset(source.values)

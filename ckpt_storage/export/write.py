@@ -26,7 +26,7 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import DAMAGED, FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.source.model import explained
@@ -37,10 +37,11 @@ from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary
-from .plan import OutFile, Region
+from .plan import OutFile, Region, Stored, whole_files
 from .reads import SegmentReader
 
 log = logging.getLogger("ckpt_storage")
@@ -84,11 +85,13 @@ class FileWriter:
         self._copies = False
         # Those under way, by file; and the tokens of those that several ranks share.
         self._uploads: dict[int, Upload] = {}
-        self._tokens: Mapping[int, str] = {}
+        self._tokens: dict[int, str] = {}
         self._result = Result()
         self._has_failed = False
         self._lock, self._copy_lock = threading.Lock(), threading.Lock()
         self._free: list[memoryview] = []
+        # Files whose bytes had another checksum than their source has.
+        self._mismatches: list[tuple[Region, IntegrityError]] = []
         # Parallelism is ours: each thread reads for its own part.
         alone = replace(context.options, thread_count=1)
         ranges = RangeReader(context.source, alone, pacer=context.source_pace)
@@ -159,11 +162,35 @@ class FileWriter:
         try:
             if regions:
                 self._write(regions)
+            self._make_again()
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
                 # The coordinator discarded the upload: it is about to say why.
                 context.deadline.sleep(_WORD_S)
             raise
+
+    def _make_again(self) -> None:
+        """Make files that got a wrong checksum once more, out of second reads of the source.
+
+        Raises `IntegrityError` if a checksum is wrong again: the source is damaged.
+        """
+        mismatches, self._mismatches = self._mismatches, []
+        for region, mismatch in mismatches:
+            self._uploads.pop(region.file).abort()
+            self._result.spans.pop(region.file, None)
+            make = partial(self._raise_or_write, region, [mismatch])
+            read_twice(self._context.source, mismatch.path or "", make)
+
+    def _raise_or_write(self, region: Region, mismatches: list[IntegrityError]) -> None:
+        """Raise the mismatch of the first read; without one write a file, and raise if it is wrong.
+
+        The storage copies none of it: it may have copied wrongly.
+        """
+        if not mismatches:
+            self._write([region], copies=False)
+            mismatches = [mismatch for _, mismatch in self._mismatches]
+        if mismatches:
+            raise mismatches.pop()
 
     def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
         """Read a complete file back; add it to the damaged ones unless it is sound."""
@@ -175,7 +202,10 @@ class FileWriter:
         self._export.on_bytes(file.size_bytes)
 
     def _copy_whole(self, whole: Region, path: str, refused: list[Region]) -> None:
-        """Have the storage make a file that equals a stored one; add it to those it refuses."""
+        """Have the storage make a file that equals a stored one.
+
+        Add it to the refused ones if the storage refuses, or reports another checksum.
+        """
         context, file = self._context, self._plan.files[whole.file]
         source, crc32c = context.source.copy_source(path), None
         try:
@@ -189,6 +219,9 @@ class FileWriter:
             raise explained(error, [_place_of(path, file)], self._export.source) from error
         # Without a report only the length was checked.
         crc32c = file.crc32c if crc32c is None else crc32c
+        if crc32c != file.crc32c:
+            refused.append(whole)
+            return
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
         with self._lock:
             self._result.moved.update(copied_bytes=file.size_bytes)
@@ -200,10 +233,13 @@ class FileWriter:
         ranges = RangeReader(context.target, context.options, pacer=context.target_pace)
         return has_checksum(ranges, file)
 
-    def _write(self, regions: Iterable[Region]) -> None:
-        """Write all parts side by side; in order where the storage wants that of a file."""
+    def _write(self, regions: Iterable[Region], *, copies: bool = True) -> None:
+        """Write all parts side by side; in order where the storage wants that of a file.
+
+        With `copies` the storage copies the parts that it can.
+        """
         context = self._context
-        self._copies = context.can_copy
+        self._copies = copies and context.can_copy
         with Workers(
             context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
@@ -359,7 +395,11 @@ class FileWriter:
         """Take over a region that was written; seal its file if nobody else writes it."""
         at, upload = job.region.file, job.upload
         if at not in self._tokens:
-            file = self._reference(at, crc32c)
+            try:
+                file = self._reference(at, crc32c)
+            except IntegrityError as mismatch:
+                self._mismatches.append((job.region, mismatch))
+                return
             if self._is_together:
                 parts = [part.to_json() for part in upload.receipts()]
                 token, write_id = upload.token(), upload.write_id
@@ -378,10 +418,19 @@ class FileWriter:
         sealed = dict(self._taken.sealed)
         for result in results:
             sealed |= result.sealed
-        for at in self._tokens:
+        for at in list(self._tokens):
             parts = [part.to_json() for result in results for part in result.receipts.get(at, ())]
             crc32c = joined(span for result in results for span in result.spans.get(at, ()))[2]
-            sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
+            try:
+                sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
+            except IntegrityError as mismatch:
+                # This rank makes the file alone.
+                del self._tokens[at]
+                sizes = {at: self._plan.files[at].size_bytes}
+                (region,) = whole_files(sizes, 1, self._able, self._plan.part_bytes)
+                self._mismatches.append((region, mismatch))
+        self._make_again()
+        sealed |= self._result.sealed
         self._export.check_unchanged()
         self._export.check_held()
         self._export.prepare_names()
@@ -406,14 +455,9 @@ class FileWriter:
         """Return what a file is; raise if it has to have another checksum."""
         file = self._plan.files[at]
         if file.crc32c not in {None, crc32c}:
-            raise IntegrityError(
-                f"{file.name} has other bytes than the checkpoint says: the source is damaged, or "
-                "was copied wrongly.",
-                path=file.name,
-                offset=0,
-                next_step="Run ckpt_storage.verify on the source. If it is sound, copy again with "
-                "copies='never'; else restore the file.",
-            )
+            path = next(part.path for part in file.segments if isinstance(part, Stored))
+            what = f"{path} is damaged: it does not have the checksum of its writer."
+            raise IntegrityError(what, path=path, offset=0, next_step=DAMAGED)
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
     def _seal(self, at: int, sealed: Sealed) -> None:
