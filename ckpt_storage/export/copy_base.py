@@ -111,6 +111,11 @@ class Copy(Export[CopyReport]):
         marks = sorted((path, *mark) for path, mark in self.found.files.items())
         return [self.spec.source.url, self.save_id, marks]
 
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(size_bytes for size_bytes, *_ in self.found.files.values())
+
     def report(self, made: WriteSummary, seconds: float) -> CopyReport:
         """Return the report of what was copied."""
         found, spec, files = self.found, self.spec, self.plan.files
@@ -122,7 +127,7 @@ class Copy(Export[CopyReport]):
             save_id=self.save_id,
             was_there=found.was_there,
             file_count=len(files),
-            total_bytes=sum(size_bytes for size_bytes, *_ in found.files.values()),
+            total_bytes=self.total_bytes,
             **moved | {"read_bytes": moved["read_bytes"] + sum(kept)},
             kept_count=len(kept),
             kept_bytes=sum(kept),

@@ -41,7 +41,7 @@ def copy_of_foreign(context: ExportContext, version: CopySource) -> CopyOfFiles:
 
 
 def open_foreign(
-    context: ExportContext, source: Source, tag: exports.IndexTag | None
+    context: ExportContext, source: Source, tag: exports.IndexTag | None = None
 ) -> CopyOfFiles:
     """List what is copied, and return the coordinator's copy; no file of the source may be missing.
 

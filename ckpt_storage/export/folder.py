@@ -35,7 +35,7 @@ from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
-from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
+from .output import Export, R, ResumeState, WriteSummary
 from .owners import check_owned, holder_of, read_trusted
 
 log = logging.getLogger("ckpt_storage")
@@ -48,11 +48,6 @@ class Folder(Export[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
     _run_id = ""
-
-    @property
-    def resumes_uploads(self) -> bool:
-        """Whether uploads of an earlier run are completed, and checked only then."""
-        return True
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
@@ -71,7 +66,9 @@ class Folder(Export[R]):
         keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
-        if self.resumes_uploads and any(seal.token for seal in recorded.values()):
+        # A single file replaces one of the same name, so it is not completed before it is checked.
+        is_resumable = self.is_together and len(files) > 1
+        if is_resumable and any(seal.token for seal in recorded.values()):
             try:
                 open_uploads = store.open_uploads("")
             except errors.StorageError as error:
@@ -141,10 +138,7 @@ class PlainFolder(Folder[R]):
     being filled, a guard lies in it (`GUARD`). At the end the records of ours are deleted.
     """
 
-    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
-        super().__init__(context, found)
-        self.is_together = self.last != STOCK_METADATA
-        self._orphans: set[str] = set()
+    _orphans: frozenset[str] = frozenset()
 
     @property
     def last(self) -> str:
@@ -209,9 +203,9 @@ class PlainFolder(Folder[R]):
                 # Without `.metadata` no reader knows what is in shards.
                 old |= set(filter(_is_shard, here))
             store.delete(sorted(old))
-            for path in filter(exports.is_file_record, here):
-                sealed = read_trusted(store, path, Sealed.decode)
-                self._orphans |= {sealed.file.path} if sealed else set()
+            records = filter(exports.is_file_record, here)
+            seals = [read_trusted(store, path, Sealed.decode) for path in records]
+            self._orphans = frozenset(seal.file.path for seal in seals if seal)
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
@@ -260,11 +254,6 @@ class ExportFolder(Folder[R]):
     removed: Sequence[str] = ()
     _index: Content | None = None
     _before: frozenset[str] = frozenset()
-
-    @property
-    def resumes_uploads(self) -> bool:
-        """Not of a single file, which replaces a file of the same name."""
-        return len(self._own) > 1
 
     @cached_property
     def _own(self) -> frozenset[str]:

@@ -18,15 +18,13 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage import errors
-from ckpt_storage.commit import cleaning, deletion, publishing
-from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.commit import cleaning, deletion
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.model import CommittedSource, read_manifest
+from ckpt_storage.source.model import read_manifest
 from ckpt_storage.store import Location, redacted_url
 
 from .copy_base import CopySource, CopySpec
-from .copy_committed import id_at_target
-from .copy_part import CopyOfPart, part_id, part_of
+from .copy_part import CopyOfPart, committed_version
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
 
@@ -144,28 +142,13 @@ def _thinning(
             path=spec.source.url,
             next_step="Look at what is there now, and decide again.",
         )
-    publishing.check_newest(context.source, CommitLog.ending_with(head))
-    source = CommittedSource(
-        context.source, head, read_manifest(context.source, head), context.options
-    )
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
-    values = {*source.tensors, *source.blobs}
+    manifest = read_manifest(context.source, head)
+    values = {*manifest.tensors, *manifest.blobs}
     patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
-    context.spec = replace(spec, exclude=patterns or None)
-    chosen = part_of(source, context.spec)
-    save_id = head.save_id
-    if chosen is not None:
-        save_id = id_at_target(context, part_id(head.save_id, chosen), slots)
-    return _Thinning(
-        context,
-        CopySource(
-            record=head,
-            save_id=save_id,
-            was_there=chosen is None,
-            is_part=True,
-            target_log=slots,
-        ),
-    )
+    # Without any the checkpoint is thin already: the version is that of the target's head.
+    context.spec = spec = replace(spec, exclude=patterns or None)
+    return _Thinning(context, committed_version(context, spec, head, slots))
 
 
 def _patterns(spec: CopySpec) -> list[str]:
