@@ -38,7 +38,7 @@ from .options import (
 )
 from .output import ExportSpec, ResumeState, SourceVersion, WriteSummary
 from .run import run, run_in
-from .select import Skipped, check_ties, dropped_prefixes
+from .select import SkippedValue, check_ties, dropped_prefixes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -91,7 +91,7 @@ class ConsolidationReport:
     copied_bytes: int
     rank_bytes: Sequence[int]
     dropped_prefixes: Sequence[str]
-    skipped: Sequence[Skipped]
+    skipped: Sequence[SkippedValue]
     ties: Mapping[str, str]
     extra_files: Sequence[str]
     removed: Sequence[str]
@@ -264,19 +264,19 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         return version
 
     def content(self) -> object:
-        return [self.source.format, self.save_id, self.found.state]
+        return [self.source.format, self.save_id, self.version.state]
 
     def lay_out(self) -> Files:
         files, self.skipped = lay_out_model(self.source, self.spec.options)
         self.ties = {value.fqn: value.target for value in self.skipped if value.target is not None}
         return files
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         check_ties(self.source, self.ties)
         entries = [value.fqn for value in self.skipped if value.reason == "file"]
         extra_files = self.spec.options.extra_files
         self.extra_files = read_extra_files(self.context, self.source, entries, extra_files)
-        return super().take()
+        return super().claim()
 
     def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
         spec, plan = self.spec, self.plan

@@ -34,9 +34,9 @@ class ConvertReport:
     """What `convert` did; both URLs are without credentials.
 
     source_format, format: of what was read and of what was written. save_id: of the checkpoint
-    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
-    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
-    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    that was written, if it is one of ours. kept_count: files that an earlier call, which died, had
+    completed, and that are sound. total_bytes counts tensors only. dropped: FQNs that the target
+    cannot hold, omitted as `unsupported` allows; excluded: those that a selection omitted.
     """
 
     source_url: str
@@ -106,10 +106,10 @@ class Conversion(Export[ConvertReport]):
             at = context.source.stat(file)
             self.watch = partial(self._check_file, at)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            found = SourceVersion(state=state or names.new_write_id())
-            self.open(found)
+            version = SourceVersion(state=state or names.new_write_id())
+            self.open(version)
         else:
-            found = super().find()
+            version = super().find()
         if self.source.format == spec.to:
             what = f"{spec.source_url} is of the format {spec.to} already."
             raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
@@ -120,7 +120,7 @@ class Conversion(Export[ConvertReport]):
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.places(part)
-        return found
+        return version
 
     def _check_file(self, before: ObjectInfo) -> None:
         now = stat_or_none(self.context.source, self.spec.source_file)
@@ -128,11 +128,11 @@ class Conversion(Export[ConvertReport]):
             what = "was written again" if now else "is gone"
             raise changed(self.context.source.url, self.spec.source_file, what)
 
-    def open(self, found: SourceVersion) -> None:
+    def open(self, version: SourceVersion) -> None:
         """Open a checkpoint, or a file."""
         spec = self.spec
         if not spec.source_file:
-            super().open(found)
+            super().open(version)
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
@@ -163,7 +163,7 @@ class Conversion(Export[ConvertReport]):
 
     def content(self) -> object:
         """Return what stands for the values, and how they are laid out."""
-        spec, state = self.spec, self.found.state if self.save_id is None else self.save_id
+        spec, state = self.spec, self.version.state if self.save_id is None else self.save_id
         return [_LAYOUT, spec.source_url, state, spec.to, spec.max_file_bytes]
 
     def stored_blobs(self) -> list[Stored]:

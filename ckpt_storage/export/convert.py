@@ -157,14 +157,14 @@ def convert(  # the public surface, all keyword-only
     return run_together(process_group, "convert", what, timeouts, job, _conversion)
 
 
-def _conversion(context: ExportContext, found: SourceVersion | None) -> Conversion:
+def _conversion(context: ExportContext, version: SourceVersion | None) -> Conversion:
     """Return the export that writes the wanted format."""
     assert isinstance(context.spec, ConvertSpec)  # noqa: S101  # as `convert` made it
     if context.spec.to == "torch_save":
         from .torchsave import TorchFile  # noqa: PLC0415  # imports torch
 
-        return TorchFile(context, found)
-    return (_ToOurs if context.spec.to == "ckpt_storage" else _ToFolder)(context, found)
+        return TorchFile(context, version)
+    return (_ToOurs if context.spec.to == "ckpt_storage" else _ToFolder)(context, version)
 
 
 class _ToFolder(Conversion, PlainFolder[ConvertReport]):
@@ -196,7 +196,7 @@ class _ToOurs(Conversion):
     def lay_out(self) -> Files:
         return self.shards_of(DEFAULT_BLOCK_BYTES)
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Begin a save; the name is its id."""
         self._ticket = attempt.begin(self.context.target, overwrite=self.spec.overwrite)
         return ResumeState(name=self._ticket.save_id)
@@ -234,7 +234,7 @@ class _ToOurs(Conversion):
             )
             raise
 
-    def give_up(self, error: BaseException) -> None:
+    def clean_up(self, error: BaseException) -> None:
         """Delete the attempt, unless it may be committed: nobody could go on with it."""
         if self._ticket is None or self._may_be_committed:
             return

@@ -95,7 +95,7 @@ def whole_file(name: str, path: str, size_bytes: int, crc32c: int | None) -> Out
 class Copy(Export[CopyReport]):
     """One copy on one rank."""
 
-    found: CopySource
+    version: CopySource
     spec: CopySpec
 
     @property
@@ -108,24 +108,24 @@ class Copy(Export[CopyReport]):
 
     def content(self) -> object:
         """Return the paths of the files, with their lengths, times and checksums."""
-        marks = sorted((path, *mark) for path, mark in self.found.files.items())
+        marks = sorted((path, *mark) for path, mark in self.version.files.items())
         return [self.spec.source.url, self.save_id, marks]
 
     @property
     def total_bytes(self) -> int:
         """The bytes of all files."""
-        return sum(size_bytes for size_bytes, *_ in self.found.files.values())
+        return sum(size_bytes for size_bytes, *_ in self.version.files.values())
 
     def report(self, made: WriteSummary, seconds: float) -> CopyReport:
         """Return the report of what was copied."""
-        found, spec, files = self.found, self.spec, self.plan.files
+        version, spec, files = self.version, self.spec, self.plan.files
         kept, moved = [files[at].size_bytes for at in made.kept], made.moved
         return CopyReport(
             source_url=spec.source.url,
             url=spec.target.url,
-            format=found.format,
+            format=version.format,
             save_id=self.save_id,
-            was_there=found.was_there,
+            was_there=version.was_there,
             file_count=len(files),
             total_bytes=self.total_bytes,
             **moved | {"read_bytes": moved["read_bytes"] + sum(kept)},

@@ -44,29 +44,29 @@ class CopyOfCommitted(Copy):
     @property
     def save_id(self) -> str:
         """The save id of the copy."""
-        return self.found.save_id or ""
+        return self.version.save_id or ""
 
     def lay_out(self) -> list[OutFile]:
         """Return the shard files, under the save id of the copy."""
-        files = [] if self.found.was_there else self.source.manifest.files
+        files = [] if self.version.was_there else self.source.manifest.files
         return [whole_file(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Begin, send the rank manifests, and find the files that an earlier copy has sent."""
         is_resumed = self.begin()
-        if self.found.was_there:
+        if self.version.was_there:
             return ResumeState()
         manifest = self.source.manifest
         sends = [partial(self._send_rank, reference) for reference in manifest.ranks]
-        self._ranks = self.context.at_once("copy rank manifests", sends)
+        self._ranks = self.context.run_parallel("copy rank manifests", sends)
         files = {at: self._renamed_ref(file) for at, (file, _) in enumerate(manifest.files)}
-        return ResumeState(done=self.context.there(files) if is_resumed else {})
+        return ResumeState(done=self.context.find_complete(files) if is_resumed else {})
 
     def begin(self) -> bool:
         """Begin the attempt, unless the target has the copy; return whether it had begun before."""
-        store, target_log = self.context.target, self.found.target_log
+        store, target_log = self.context.target, self.version.target_log
         assert target_log is not None  # noqa: S101  # the coordinator found it
-        if self.found.was_there:
+        if self.version.was_there:
             self.record = target_log.head
             return False
         is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
@@ -173,7 +173,7 @@ def id_at_target(context: ExportContext, save_id: str, target_log: CommitLog) ->
     """Return the save id that the copy has at the target."""
     slots = range(1, target_log.last_slot + 1)
     reads = [partial(slotlog.read_slot, context.target, slot) for slot in slots]
-    records = filter(None, context.at_once("read slots", reads))
+    records = filter(None, context.run_parallel("read slots", reads))
     named = {name for record in records for name in (*record.fenced, record.save_id)}
     head_id = target_log.head.save_id if target_log.head else None
     while save_id != head_id and save_id in named:

@@ -104,17 +104,21 @@ def _sound_document(path: str, data: bytes) -> bytes:
 class CopyOfFiles(Copy):
     """A copy of the files that people put beside an export whose copy is complete."""
 
-    def open(self, found: SourceVersion) -> None:
+    def open(self, version: SourceVersion) -> None:
         """Open the folder for reading by path."""
-        del found
-        self.source = ForeignSource(store=self.context.source, format=self.found.format, tensors={})
+        del version
+        self.source = ForeignSource(
+            store=self.context.source, format=self.version.format, tensors={}
+        )
 
     def lay_out(self) -> list[OutFile]:
         """Return all files but the last."""
-        files = sorted(self.found.files.items())
-        return [whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
+        files = sorted(self.version.files.items())
+        return [
+            whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.version.last
+        ]
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Make the folders of the files; nothing is resumed."""
         folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
         self.context.target.make_folders(sorted(folders))
@@ -127,12 +131,12 @@ class CopyOfFolder(PlainFolder[CopyReport], CopyOfFiles):
     @property
     def last(self) -> str:
         """The path of the file that is written last."""
-        return self.found.last
+        return self.version.last
 
     def document(self) -> bytes:
         """Return the content of the file that is written last."""
         store, path = self.context.source, self.last
-        size_bytes, _, crc32c = self.found.files[path]
+        size_bytes, _, crc32c = self.version.files[path]
 
         def read() -> bytes:
             data = store.get(path, max_bytes=size_bytes).data

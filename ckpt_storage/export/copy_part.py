@@ -119,12 +119,12 @@ class CopyOfPart(CopyOfCommitted):
         """Return the shard files, in order of rank; the rank manifests of the source are read."""
         self._shards: list[_Shard] = []
         self._known: list[Vocabulary] = []
-        if self.found.was_there:
+        if self.version.was_there:
             return []
         source = self.source
         ranks = range(source.manifest.world_size)
         reads = [partial(source.rank_manifest, rank) for rank in ranks]
-        documents = self.context.at_once("read rank manifests", reads)
+        documents = self.context.run_parallel("read rank manifests", reads)
         groups = iter(source.manifest.groups or [""] * len(source.manifest.files))
         files: list[OutFile] = []
         for document in documents:
@@ -188,14 +188,14 @@ class CopyOfPart(CopyOfCommitted):
         """The bytes of the shard files."""
         return sum(file.size_bytes for file in self.plan.files)
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Begin; name the files that the storage may copy, and those that an earlier copy sent."""
         context, is_resumed = self.context, self.begin()
         whole = {at: shard.file for at, shard in enumerate(self._shards) if shard.file is not None}
         if self.spec.copies == "auto" and context.target.can_copy_objects_of(context.source):
             return ResumeState(whole={at: self._shards[at].source_path for at in whole})
         sent = {at: file.ref() for at, file in whole.items()} if is_resumed else {}
-        return ResumeState(done=context.there(sent))
+        return ResumeState(done=context.find_complete(sent))
 
     def publish(self, made: WriteSummary) -> None:
         """Put down what describes the files, and commit as any save is committed."""
@@ -205,7 +205,7 @@ class CopyOfPart(CopyOfCommitted):
         if ticket is None:
             super().publish(made)
             return
-        reports = self.context.at_once(
+        reports = self.context.run_parallel(
             "write rank manifests",
             [partial(self._report_of, rank, ticket, made) for rank in range(ticket.world_size)],
         )

@@ -76,7 +76,7 @@ class Folder(Export[R]):
                     raise
                 # Files that lack their names are made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.context.there({at: seal.file for at, seal in recorded.items()})
+        done = self.context.find_complete({at: seal.file for at, seal in recorded.items()})
         uploads = {at: (seal.file.path, seal.token) for at, seal in recorded.items()}
         is_open = {at for at, upload in uploads.items() if upload in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
@@ -127,7 +127,7 @@ class Folder(Export[R]):
         paths = (entry.path for entry in listed(store, exports.records_folder(identity)))
         records = filter(exports.is_file_record, paths)
         reads = [partial(read_trusted, store, path, decode) for path in records]
-        seals = self.context.at_once("read records", reads)
+        seals = self.context.run_parallel("read records", reads)
         return [seal for seal in seals if seal is not None and seal.fingerprint == identity]
 
 
@@ -137,8 +137,6 @@ class PlainFolder(Folder[R]):
     The file that makes the others a checkpoint is written last. While a folder of safetensors is
     being filled, a guard lies in it (`GUARD`). At the end the records of ours are deleted.
     """
-
-    _orphans: frozenset[str] = frozenset()
 
     @property
     def last(self) -> str:
@@ -158,7 +156,7 @@ class PlainFolder(Folder[R]):
     def _names(self) -> set[str]:
         return {*(file.name for file in self.plan.files), self.last} - {""}
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Make the folder look like no checkpoint; keep the files that an earlier run sealed.
 
         Files of another run that died may always be replaced; a complete checkpoint, or a file
@@ -202,18 +200,19 @@ class PlainFolder(Folder[R]):
             if STOCK_METADATA in here or (is_remains and not is_indexed):
                 # Without `.metadata` no reader knows what is in shards.
                 old |= set(filter(_is_shard, here))
-            store.delete(sorted(old))
+            # Files that an earlier run completed, of whatever names.
             records = filter(exports.is_file_record, here)
             seals = [read_trusted(store, path, Sealed.decode) for path in records]
-            self._orphans = frozenset(seal.file.path for seal in seals if seal)
+            old |= here & {seal.file.path for seal in seals if seal}
+            store.delete(sorted(old))
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         return self.hold(earlier)
 
     def may_end(self, path: str) -> bool:
-        """Return also whether the path is that of a file of this run or of an earlier one."""
-        is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._orphans
+        """Return also whether a shard, a weight file or a file of this run has the path."""
+        is_own = _is_shard(path) or _is_weight(path) or path in self._names
         return is_own or super().may_end(path)
 
     def publish(self, made: WriteSummary) -> None:
@@ -272,7 +271,7 @@ class ExportFolder(Folder[R]):
         mixes = self._before != self._own if len(self._own) > 1 else self._before - self._own
         return self._index is None or bool(mixes)
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
         store, identity = self.context.target, self.plan.identity
         self._index = read_or_none(store, INDEX_NAME)

@@ -32,7 +32,7 @@ from .extras import named_files
 from .options import ConsolidateOptions
 from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
-from .select import FILES_PREFIX, Selected, Skipped, choose_model
+from .select import FILES_PREFIX, Selected, SkippedValue, choose_model
 from .write import joined
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ DATA_ALIGN_BYTES = 64
 """The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
 
 
-def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, tuple[Skipped, ...]]:
+def lay_out_model(
+    source: Source, options: ConsolidateOptions
+) -> tuple[Files, tuple[SkippedValue, ...]]:
     """Return the weight files of a consolidation, as in an empty folder, and what is in none."""
     tensors, skipped = choose_model(source, options)
     pattern = options.filename_pattern or _default_pattern(skipped, options)
@@ -66,7 +68,7 @@ def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, t
     return _weight_files(groups, pattern), skipped
 
 
-def _default_pattern(skipped: Sequence[Skipped], options: ConsolidateOptions) -> str:
+def _default_pattern(skipped: Sequence[SkippedValue], options: ConsolidateOptions) -> str:
     """Return the pattern for adapters if `adapter_config.json` lies beside the weights."""
     files = {value.fqn.removeprefix(FILES_PREFIX) for value in skipped if value.reason == "file"}
     files |= named_files(options.extra_files).keys()

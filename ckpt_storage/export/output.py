@@ -118,14 +118,14 @@ class ExportContext:
         self.source = self._plain_source.bounded(deadline, throttled=self.source_pace.slowed_down)
         self.target = self._plain_target.bounded(deadline, throttled=self.target_pace.slowed_down)
 
-    def at_once(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def run_parallel(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Return what some small jobs return, done several at a time; raise the first failure."""
         return some_at_once(jobs, _THREADS, name=name, deadline=self.deadline)
 
-    def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
+    def find_complete(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
         """Return those files that are at the target in their length."""
         looks = [partial(stat_or_none, self.target, file.path) for file in files.values()]
-        stats = zip(files.items(), self.at_once("look for files", looks), strict=True)
+        stats = zip(files.items(), self.run_parallel("look for files", looks), strict=True)
         return {at: file for (at, file), s in stats if s and s.size_bytes == file.size_bytes}
 
     @cached_property
@@ -153,10 +153,10 @@ class SourceVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """What the coordinator found in a place that it took; `name` is what the files are named by.
+    """What an earlier run had done at the target; `name` is what the files are named by.
 
-    By position: `done` are files that bear their names, `sealed` those that only lack them, and
-    `whole` the paths of stored files that they equal, which the storage may copy by itself.
+    By position: `done` are complete files, `sealed` complete uploads whose files lack their names,
+    and `whole` the paths of stored files that they equal, which the storage may copy by itself.
     """
 
     name: str = ""
@@ -175,7 +175,7 @@ class Result:
 
     Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
     are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
-    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
+    `receipts` are of shared files; `sealed` are complete files, and complete uploads.
     """
 
     spans: dict[int, list[Span]] = field(default_factory=dict)
@@ -187,9 +187,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSummary:
-    """What came of a plan, by position and by rank; only the coordinator has all of it.
+    """The files of a plan by position, and the results by rank; complete on the coordinator alone.
 
-    `kept` are the files that an earlier run had completed, and that were sound.
+    `kept` are the files that an earlier run had completed, and that are sound.
     """
 
     files: Mapping[int, FileRef]
@@ -207,10 +207,10 @@ class WriteSummary:
 class Export(abc.ABC, Generic[R]):
     """One export on one rank: what is read, which files are made of it, and where they go.
 
-    The coordinator makes it without `found`, and looks for the checkpoint; the others open what it
-    found. Only the coordinator calls `check_unchanged` and what follows `content`, but for `rename`
-    and `seal`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`. With
-    `is_together` files get their names at the end, where that works.
+    The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
+    that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
+    except `rename` and `seal`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`.
+    With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
     is_together: bool = False
@@ -219,14 +219,14 @@ class Export(abc.ABC, Generic[R]):
     on_bytes: Callable[[int], None]
     stream_bytes = 0
 
-    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
+    def __init__(self, context: ExportContext, version: SourceVersion | None = None) -> None:
         self.context, self.spec = context, context.spec
         self.watch: Callable[[], None] | None = None
-        if found is None:
-            self.found = self.find()
+        if version is None:
+            self.version = self.find()
         else:
-            self.found = found
-            self.open(found)
+            self.version = version
+            self.open(version)
 
     @property
     def part_bytes(self) -> int:
@@ -250,12 +250,12 @@ class Export(abc.ABC, Generic[R]):
         source.marks = replace(source.marks, of=marks)
         self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
-        is_told = all(time_s is not None for _, time_s in marks.values())
-        return SourceVersion(state=sorted(marks.items()) if is_told else new_write_id())
+        has_times = all(time_s is not None for _, time_s in marks.values())
+        return SourceVersion(state=sorted(marks.items()) if has_times else new_write_id())
 
-    def open(self, found: SourceVersion) -> None:
-        """Open what the coordinator found, even if it is not the newest any more."""
-        store, options, record = self.context.source, self.context.options, found.record
+    def open(self, version: SourceVersion) -> None:
+        """Open the version of the coordinator, even if it is not the newest any more."""
+        store, options, record = self.context.source, self.context.options, version.record
         if record is None:
             self.source = open_source(store, options)
         else:
@@ -274,31 +274,31 @@ class Export(abc.ABC, Generic[R]):
     def content(self) -> object:
         """Return what stands for the content of the files (JSON)."""
 
-    def take(self) -> ResumeState:
-        """Make the place this run's, and say what of the work is done; nothing is shown yet."""
+    def claim(self) -> ResumeState:
+        """Claim the target for this run, unseen by readers; return what an earlier run had done."""
         return ResumeState()
 
     def rename(self, name: str) -> None:
-        """Give the files the names that `take` chose."""
+        """Give the files the names that `claim` chose."""
 
     def seal(self, number: int, sealed: Sealed) -> None:
-        """Write down that file `number` (from 1) is sealed."""
+        """Record that file `number` (from 1) is complete."""
 
     def check_held(self) -> None:
-        """Raise if another run took the place over."""
+        """Raise if another run took the target over."""
 
     def prepare_names(self) -> None:
-        """Make the place ready for files that get their names now."""
+        """Prepare the target for the files, which get their names next."""
 
     def publish(self, made: WriteSummary) -> None:
-        """Make the files count, by one last write; all of them bear their names."""
+        """Publish the files, which all have their names, by one last write."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Clear away what nobody could go on with."""
+    def clean_up(self, error: BaseException) -> None:
+        """Delete what no later run can use."""
 
     @abc.abstractmethod
     def report(self, made: WriteSummary, seconds: float) -> R:
-        """Say what was made, once it is published."""
+        """Return the report, once the files are published."""
 
 
 @contextlib.contextmanager

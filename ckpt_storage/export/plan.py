@@ -185,7 +185,7 @@ class Plan:
         """Return what `rank` writes or reads back."""
         return [region for region in self.regions if region.owner == rank]
 
-    def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
+    def remaining(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
         """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
         left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
@@ -209,7 +209,7 @@ def plan(
     whole = Plan(
         files=files, world_size=world_size, able=able, part_bytes=part_bytes, identity=identity
     )
-    return whole.leaving(())
+    return whole.remaining(())
 
 
 def _content(file: OutFile) -> object:

@@ -66,7 +66,7 @@ _SHOWN_COUNT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class SkippedValue:
     """A value of the checkpoint that is in no weight file.
 
     `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
@@ -145,7 +145,7 @@ def _no_safetensors(info: TensorRecord) -> str | None:
 
 def choose_model(
     source: Source, options: ConsolidateOptions
-) -> tuple[list[Elements], tuple[Skipped, ...]]:
+) -> tuple[list[Elements], tuple[SkippedValue, ...]]:
     """Return what goes out, in natural order of names ("layers.2", "layers.10"), and what not.
 
     Without `include`: level by level from the top of the nested state dict, containers of optimizer
@@ -189,7 +189,7 @@ def choose_model(
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
         left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
     skipped = tuple(
-        Skipped(
+        SkippedValue(
             fqn=fqn,
             reason=reason,
             because=because,

@@ -122,11 +122,11 @@ def thin(
 
 
 def _thinning(
-    context: ExportContext, found: SourceVersion | None, *, expected_save_id: str | None
+    context: ExportContext, version: SourceVersion | None, *, expected_save_id: str | None
 ) -> _Thinning:
     """Return the export of a thinning; the coordinator, the only rank, reads the commit log."""
-    if isinstance(found, CopySource):
-        return _Thinning(context, found)
+    if isinstance(version, CopySource):
+        return _Thinning(context, version)
     store, spec = context.target, context.spec
     slots = deletion.log_to_extend(store)
     head = slots.head
@@ -177,13 +177,13 @@ class _Thinning(CopyOfPart):
     def publish(self, made: WriteSummary) -> None:
         """Commit, and free the save that was replaced; or end what was cut before."""
         super().publish(made)
-        if self.found.was_there:
+        if self.version.was_there:
             cleaning.free_leftovers(self.context.target, known=self.record)
 
     def report(self, made: WriteSummary, seconds: float) -> Any:  # noqa: ANN401  # see `thin`
         """Say what was dropped."""
         before = sum(file.size_bytes for file, _ in self.source.manifest.files)
-        is_thin = self.found.was_there
+        is_thin = self.version.was_there
         kept_bytes = before if is_thin else self.total_bytes
         moved = made.moved
         return ThinReport(

@@ -43,7 +43,7 @@ class TorchFile(Conversion):
         self.stream_bytes = self.tensor_bytes
         return ()
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Refuse a name that is taken."""
         name, url = self.spec.target_file, self.spec.target_url
         if not name:

@@ -46,8 +46,8 @@ from .reads import SegmentReader
 
 log = logging.getLogger("ckpt_storage")
 
-_WORD_S = 3.0
-"""How long a rank whose shared upload was discarded waits to hear the reason."""
+_REASON_S = 3.0
+"""How long a rank whose shared upload was discarded waits for the coordinator's error."""
 
 
 def joined(spans: Iterable[Span]) -> Span:
@@ -70,16 +70,16 @@ class _RegionState:
 
 
 class FileWriter:
-    """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
+    """Makes the files of `export.plan` on one rank; `resume` are those that need not be written.
 
     A rank that writes a file alone seals it. The coordinator completes files of several ranks, and
     files that get their names together, once all ranks have reported and the source is unchanged.
     After a failure a thread that hangs may still fill a buffer.
     """
 
-    def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
+    def __init__(self, operation: Operation, export: Export[Any], resume: ResumeState) -> None:
         context, able = export.context, export.context.target.capabilities
-        self._operation, self._export, self._taken = operation, export, taken
+        self._operation, self._export, self._resume = operation, export, resume
         self._context, self._plan, self._able = context, export.plan, able
         self._is_together = export.is_together and able.tokens_travel and able.lists_uploads
         self._copies = False
@@ -113,14 +113,14 @@ class FileWriter:
             self._abort(error)
             raise
         written = {at for result in results for at in result.spans}
-        kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
+        kept = frozenset({*self._resume.done, *self._resume.sealed} - written)
         timings = [result.timing for result in results if result.timing is not None]
         stats = self._operation.stats_of(timings) if timings else None
         return WriteSummary(files=files, results=results, kept=kept, stats=stats)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
-            # Others must hear why their parts are refused.
+            # Other ranks report this error, not that their parts are refused.
             self._context.deadline.watch.failed(error)
         for upload in list(self._uploads.values()):
             try:
@@ -129,8 +129,8 @@ class FileWriter:
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
     def _fill(self) -> None:
-        """Check and write what is this rank's."""
-        plan, context, taken = self._plan, self._context, self._taken
+        """Check and write the regions of this rank."""
+        plan, context, resume = self._plan, self._context, self._resume
         is_first = self._operation.is_coordinator
         counts = Counter(region.file for region in plan.regions)
         if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
@@ -140,24 +140,24 @@ class FileWriter:
                     at: context.target.upload(n, copies=True) for at, n in names.items()
                 }
                 begin = [upload.token for upload in self._uploads.values()]
-                tokens = context.at_once("begin uploads", begin)
+                tokens = context.run_parallel("begin uploads", begin)
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
         own = plan.regions_of(self._operation.rank)
         regions = [r for r in own if not r.is_done]
         looks = [
-            partial(self._check, r, taken.done[r.file], regions)
-            if r.file in taken.done
-            else partial(self._copy_whole, r, taken.whole[r.file], regions)
+            partial(self._check, r, resume.done[r.file], regions)
+            if r.file in resume.done
+            else partial(self._copy_whole, r, resume.whole[r.file], regions)
             for r in own
             if r.is_done
         ]
-        context.at_once("check and copy files", looks)
+        context.run_parallel("check and copy files", looks)
         if is_first:
             for at, file in enumerate(plan.files):
-                if not file.size_bytes and at not in taken.done:
+                if not file.size_bytes and at not in resume.done:
                     context.target.put(file.name, b"")
                     self._seal(at, Sealed(file=self._reference(at, 0)))
-            for sealed in taken.sealed.values():
+            for sealed in resume.sealed.values():
                 self._export.on_bytes(sealed.file.size_bytes)
         try:
             if regions:
@@ -165,8 +165,8 @@ class FileWriter:
             self._make_again()
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
-                # The coordinator discarded the upload: it is about to say why.
-                context.deadline.sleep(_WORD_S)
+                # The coordinator discarded the upload, and is about to report why.
+                context.deadline.sleep(_REASON_S)
             raise
 
     def _make_again(self) -> None:
@@ -415,7 +415,7 @@ class FileWriter:
 
     def _finish(self, results: Sequence[Result]) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
-        sealed = dict(self._taken.sealed)
+        sealed = dict(self._resume.sealed)
         for result in results:
             sealed |= result.sealed
         for at in list(self._tokens):
@@ -441,14 +441,14 @@ class FileWriter:
             upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, seal.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
-            elif at in self._taken.sealed and not self._is_sound(file):
+            elif at in self._resume.sealed and not self._is_sound(file):
                 what = f"{file.path}, which an earlier run had written, is damaged."
                 step = "Call it again: the file is made anew then."
                 raise IntegrityError(what, path=file.path, offset=0, next_step=step)
 
         nameless = {at: seal for at, seal in sealed.items() if seal.token or at in self._tokens}
         jobs = [partial(name, *item) for item in nameless.items()]
-        self._context.at_once("complete files", jobs)
+        self._context.run_parallel("complete files", jobs)
         return {at: seal.file for at, seal in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
