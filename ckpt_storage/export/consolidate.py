@@ -5,7 +5,6 @@ Imports torch only where a process group is involved.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ckpt_storage.commit.slotlog import read_slot
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
+from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.observe.stats import OperationStats
@@ -37,7 +36,7 @@ from .options import (
     location_beside,
 )
 from .output import ExportSpec, ResumeState, SourceVersion, WriteSummary
-from .run import run, run_in
+from .run import run, run_together
 from .select import SkippedValue, check_ties, dropped_prefixes
 
 if TYPE_CHECKING:
@@ -172,9 +171,6 @@ def consolidate(  # the public surface, all keyword-only
     """
     # A lane of its own: a background thread may consolidate while another one saves.
     group = RankGroup.of(process_group, lane="consolidate")
-    timeouts = Timeouts()
-    with contextlib.suppress(CheckpointError):
-        timeouts = Timeouts.of(timeout)
 
     def job() -> ConsolidateSpec:
         options = ConsolidateOptions(
@@ -197,7 +193,7 @@ def consolidate(  # the public surface, all keyword-only
         return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
-    return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
+    return run_together(group, "consolidate", what, timeout, job, _Consolidation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,8 +61,6 @@ _LAYOUT = 2
 _KEYS_AT_ONCE = 4096
 """Of stock DCP's items the heads are read to find their values: some kilobytes each."""
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
 
 def onto_itself(url: str) -> errors.InvalidInputError:
     """Return the error that the target is the source."""

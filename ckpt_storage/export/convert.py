@@ -39,7 +39,7 @@ from .options import (
     split_file,
 )
 from .output import ExportContext, ResumeState, SourceVersion, WriteSummary
-from .run import run_together
+from .run import group_of, run_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -114,9 +114,10 @@ def convert(  # the public surface, all keyword-only
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
-    what, timeouts = f"the conversion of {redacted_url(src)}", Timeouts.of(timeout)
+    what, group = f"the conversion of {redacted_url(src)}", group_of(process_group, "convert")
 
     def job() -> ConvertSpec:
+        timeouts = Timeouts.of(timeout)
         if to not in FORMATS:
             raise errors.InvalidInputError(
                 f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
@@ -154,7 +155,7 @@ def convert(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return run_together(process_group, "convert", what, timeouts, job, _conversion)
+    return run_together(group, "convert", what, timeout, job, _conversion)
 
 
 def _conversion(context: ExportContext, version: SourceVersion | None) -> Conversion:

@@ -24,7 +24,7 @@ from .copy_foreign import copy_of_foreign, open_foreign
 from .copy_part import CopyOfPart, committed_version
 from .options import Selection, is_within, location_beside
 from .output import Copies, ExportContext, ExportSpec, SourceVersion, place_within
-from .run import run_together
+from .run import group_of, run_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,7 +96,7 @@ def copy(  # the public surface, all keyword-only
             `NotPublishedError` the copy is committed, after `CommitUnknownError` it may be.
 
     """
-    what = f"the copy of {redacted_url(src)}"
+    what, group = f"the copy of {redacted_url(src)}", group_of(process_group, "copy")
 
     def job() -> ExportSpec:
         source = Location.to_read(src, storage_options)
@@ -121,7 +121,7 @@ def copy(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return run_together(process_group, "copy", what, Timeouts.of(timeout), job, _make_copy)
+    return run_together(group, "copy", what, timeout, job, _make_copy)
 
 
 def _make_copy(context: ExportContext, version: SourceVersion | None) -> Copy:

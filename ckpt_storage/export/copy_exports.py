@@ -9,6 +9,7 @@ from functools import partial
 
 from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.format import exports, names
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.opening import open_source
@@ -95,7 +96,8 @@ def _copy_export(spec: CopySpec, folder: str, tag: exports.IndexTag) -> CopyRepo
         progress=None,
     )
     what, make_copy = f"the copy of {source.url}", partial(_make_copy, tag)
-    return run_together(None, "copy", what, spec.timeouts, lambda: export_spec, make_copy)
+    alone, timeouts = RankGroup.alone(), spec.timeouts
+    return run_together(alone, "copy", what, timeouts, lambda: export_spec, make_copy)
 
 
 def _make_copy(

@@ -125,8 +125,7 @@ class SegmentReader:
         """Return where the chunk of a piece lies."""
         segment = piece.segment
         if isinstance(segment, Stored) and segment.path:
-            size = segment.size_bytes
-            return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
+            return place_of_file(segment.path, segment.size_bytes)
         return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
@@ -237,6 +236,11 @@ class _CastRead(ArrayRead):
 
         source = torch.from_numpy(stored).view(getattr(torch, self.segment.source_dtype))
         torch.from_numpy(out).view(getattr(torch, self.segment.dtype)).copy_(source)
+
+
+def place_of_file(path: str, size_bytes: int) -> ChunkPlace:
+    """Return the place of a whole stored file."""
+    return ChunkPlace(path=path, fqn="", start=0, size_bytes=size_bytes, file_bytes=size_bytes)
 
 
 def _index(box: Box) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckpt_storage.commit.slotlog import is_there
@@ -13,7 +14,7 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rank_names import spell_ranks
-from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.errors import CheckpointError, RankMismatchError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.file_versions import changed_rather_than_damaged
@@ -166,29 +167,24 @@ def _check_alike(answers: Sequence[tuple[str, bool, str]], spec: ExportSpec) -> 
         raise RankMismatchError(what, values=digests, phase="plan", next_step=step)
 
 
+def group_of(process_group: dist.ProcessGroup | None, name: str) -> RankGroup:
+    """Return the ranks that share the work of a function; without a group, this rank alone."""
+    return RankGroup.alone() if process_group is None else RankGroup.of(process_group, lane=name)
+
+
 def run_together(
-    process_group: dist.ProcessGroup | None,
-    name: str,
-    what: str,
-    timeouts: Timeouts,
-    job: Callable[[], ExportSpec],
-    make_export: ExportFactory[R],
-) -> R:
-    """Run a job on all ranks, or, without a group, on this one alone."""
-    is_alone = process_group is None
-    group = RankGroup.alone() if is_alone else RankGroup.of(process_group, lane=name)
-    return run_in(group, name, what, timeouts, job, make_export)
-
-
-def run_in(
     group: RankGroup,
     name: str,
     what: str,
-    timeouts: Timeouts,
+    timeout: float | timedelta | Timeouts | None,
     job: Callable[[], ExportSpec],
     make_export: ExportFactory[R],
 ) -> R:
     """Run a job on all ranks. A rank whose arguments are invalid joins, too, and reports why."""
+    timeouts = Timeouts()
+    with contextlib.suppress(CheckpointError):
+        # The job raises this error, once the ranks have met.
+        timeouts = Timeouts.of(timeout)
     with group.operation(what, timeouts=timeouts) as operation:
         with as_checkpoint_errors(f"The call of {name}", operation.rank):
             spec = job()

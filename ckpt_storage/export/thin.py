@@ -19,6 +19,7 @@ from typing import Any
 
 from ckpt_storage import errors
 from ckpt_storage.commit import cleaning, deletion
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import read_manifest
 from ckpt_storage.store import Location, redacted_url
@@ -116,7 +117,7 @@ def thin(
         )
 
     make_export = partial(_thinning, expected_save_id=expected_save_id)
-    report: object = run_together(None, "thin", what, Timeouts.of(timeout), job, make_export)
+    report: object = run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
     assert isinstance(report, ThinReport)  # noqa: S101  # as `_Thinning.report` makes it
     return report
 

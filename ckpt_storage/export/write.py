@@ -42,7 +42,7 @@ from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary
 from .plan import OutFile, Region, Stored, whole_files
-from .reads import SegmentReader
+from .reads import SegmentReader, place_of_file
 
 log = logging.getLogger("ckpt_storage")
 
@@ -216,7 +216,8 @@ class FileWriter:
             if error.kind in COPY_REFUSALS:
                 refused.append(whole)
                 return
-            raise explained(error, [_place_of(path, file)], self._export.source) from error
+            place = place_of_file(path, file.size_bytes)
+            raise explained(error, [place], self._export.source) from error
         # Without a report only the length was checked.
         crc32c = file.crc32c if crc32c is None else crc32c
         if crc32c != file.crc32c:
@@ -464,11 +465,6 @@ class FileWriter:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
         self._context.deadline.watch.advanced(file_count=1)
-
-
-def _place_of(path: str, file: OutFile) -> ChunkPlace:
-    size = file.size_bytes
-    return ChunkPlace(path=path, fqn="", start=0, size_bytes=size, file_bytes=size)
 
 
 def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
