@@ -1221,7 +1221,16 @@ _EXPORT_MUTANTS = [
         [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
+        "export/write.py",
+        "        self._export.check_held()\n        self._export.prepare_names()",
+        "        self._export.prepare_names()",
+        [_OVERTAKEN],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._export.check_held()\n                upload.complete",
+        "                upload.complete",
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/write.py",

@@ -47,8 +47,6 @@ _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 class Folder(Export[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
 
-    _run_id = ""
-
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
         identity = self.plan.identity
@@ -80,15 +78,16 @@ class Folder(Export[R]):
         uploads = {at: (seal.file.path, seal.token) for at, seal in recorded.items()}
         is_open = {at for at, upload in uploads.items() if upload in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
-        self._run_id = names.new_write_id()
-        holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
+        run_id = names.new_write_id()
+        holder = exports.Holder(run_id=run_id, fingerprint=identity, stamp=stamp())
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {seal.file.path for seal in sealed.values()}
             abort_uploads(
                 store, "", lambda path: path not in kept and self.may_end(uploaded_file(path))
             )
-        return ResumeState(done=done, sealed=sealed)
+        run_ids = (run_id, *([earlier.run_id] if earlier else []))
+        return ResumeState(run_ids=run_ids, done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
         """Return whether only an earlier run can have left an upload to a path open."""
@@ -99,7 +98,7 @@ class Folder(Export[R]):
         holder = holder_of(self.context.target)
         if holder is None:
             raise self.overtaken("it was removed")
-        if holder.run_id != self._run_id:
+        if holder.run_id not in self.run_ids:
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
             raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
@@ -107,12 +106,11 @@ class Folder(Export[R]):
         """Return the error for a run whose output does not count, because of another run."""
         url = self.spec.target.url
         return errors.ConsolidationError(
-            f"Another consolidation worked in {url} at the same time: {how}. This one published "
-            "nothing.",
+            f"Another run wrote to {url} at the same time: {how}. This one published nothing.",
             path=url,
             phase=self.context.deadline.phase,
-            next_step="Let one consolidation at a time write to a folder; call this one again if "
-            "its output should count.",
+            next_step="Let one run at a time write to a folder; call this one again if its output "
+            "is the one you want.",
         )
 
     def recorded(self) -> list[Sealed]:

@@ -155,11 +155,14 @@ class SourceVersion:
 class ResumeState:
     """What an earlier run had done at the target; `name` is what the files are named by.
 
+    `run_ids` are this run, which has claimed the target, and the earlier one: mounts may go on
+    showing the latter's claim to other ranks for a while.
     By position: `done` are complete files, `sealed` complete uploads whose files lack their names,
     and `whole` the paths of stored files that they equal, which the storage may copy by itself.
     """
 
     name: str = ""
+    run_ids: tuple[str, ...] = ()
     done: Mapping[int, FileRef] = field(default_factory=dict)
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
     whole: Mapping[int, str] = field(default_factory=dict)
@@ -209,7 +212,8 @@ class Export(abc.ABC, Generic[R]):
 
     The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
     that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
-    except `rename` and `seal`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`.
+    except `rename`, `seal` and `check_held`. The writer reports to `on_bytes`; `publish` writes
+    `stream_bytes`.
     With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
@@ -218,6 +222,7 @@ class Export(abc.ABC, Generic[R]):
     plan: Plan
     on_bytes: Callable[[int], None]
     stream_bytes = 0
+    run_ids: tuple[str, ...] = ()
 
     def __init__(self, context: ExportContext, version: SourceVersion | None = None) -> None:
         self.context, self.spec = context, context.spec

@@ -136,6 +136,7 @@ def _agree(
         resume = export.claim()
     resume = operation.broadcast(resume)
     assert export is not None  # noqa: S101  # else the coordinator has raised for all
+    export.run_ids = resume.run_ids
     export.rename(resume.name)
     export.plan = export.plan.remaining({*resume.done, *resume.whole}, resume.sealed)
     return export, resume

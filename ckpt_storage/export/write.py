@@ -406,6 +406,7 @@ class FileWriter:
                 token, write_id = upload.token(), upload.write_id
                 self._seal(at, Sealed(file=file, token=token, write_id=write_id, parts=parts))
             else:
+                self._export.check_held()
                 upload.complete(file.size_bytes)
                 self._seal(at, Sealed(file=file))
         elif self._operation.is_coordinator:
