@@ -1,7 +1,7 @@
 """`convert`: the values of a checkpoint of one format, written in another.
 
-Nothing is held in memory but windows of tensors and the values that are none. Until its last write
-the target looks like no checkpoint, or like the one that is being replaced where that is of ours.
+Memory holds windows of tensors, and objects. Until the last write readers find no checkpoint at the
+target, or the one that is being replaced, if that is one of ours.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def convert(  # the public surface, all keyword-only
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
-            `write` is how long nothing may move, however long the whole takes.
+            `write` is the time without progress, not that of the whole.
         retry: how failed storage requests are repeated.
         progress: True: a bar; or a callable that takes each `ProgressEvent`.
 
@@ -211,11 +211,11 @@ class _ToOurs(Conversion):
         self.plan = replace(self.plan, files=tuple(files))
 
     def publish(self, made: WriteSummary) -> None:
-        """Put down what describes the files, and commit."""
+        """Write the documents that describe the files, and commit."""
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         ticket, store, ties = self._ticket, self.context.target, self.chosen.ties
-        assert ticket is not None  # noqa: S101  # `take` was called
+        assert ticket is not None  # noqa: S101  # `claim` was called
         manifest = layout.rank_manifest(self.plan.files, self.shards, made, ticket.save_id, ties)
         path, data = names.rank_manifest_path(ticket.save_id, 0), seal(manifest.to_body())
         store.put(path, data)
@@ -236,7 +236,7 @@ class _ToOurs(Conversion):
             raise
 
     def clean_up(self, error: BaseException) -> None:
-        """Delete the attempt, unless it may be committed: nobody could go on with it."""
+        """Delete the attempt, which no later run resumes, unless it may be committed."""
         if self._ticket is None or self._may_be_committed:
             return
         try:

@@ -1,6 +1,6 @@
-"""`copy`: a checkpoint from one storage to another, verified as it goes, committed there last.
+"""`copy`: a checkpoint from one storage to another, verified while it is sent, committed last.
 
-A copy keeps the save id, so exports, logs and other copies that name it stay true; every writer of
+A copy keeps the save id, so exports, logs and other copies that name it stay valid; every writer of
 a name below `saves/<save id>/` writes the same bytes (I2).
 """
 
@@ -61,8 +61,8 @@ def copy(  # the public surface, all keyword-only
     in file systems: no byte of them is read, so `verify` the source if it may be damaged. Linked
     files take no space, and lose their write permissions.
 
-    Checkpoints of other writers carry no checksums: their files, all that lie below `src`, are
-    compared by length, and the one that makes them a checkpoint goes last.
+    Checkpoints of other writers have no checksums: all files below `src` are copied and compared by
+    length; the file that makes them a checkpoint is written last.
 
     Args:
         src: what to copy.
@@ -74,7 +74,7 @@ def copy(  # the public surface, all keyword-only
             checkpoint of ours only.
         exclude: which of them do not.
         overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
-            which the copy takes its place; those of others cannot.
+            which the copy replaces it; those of other writers cannot.
         copies: "auto" lets the storage itself copy where source and target share one that can;
             "never" reads and sends every byte, and links nothing.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
@@ -83,7 +83,7 @@ def copy(  # the public surface, all keyword-only
         process_group: the ranks that share the work, all of which call; default: this process
             alone. Exports beside the checkpoint its first rank copies.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
-            `write` is how long nothing may move, however long the whole takes.
+            `write` is the time without progress, not that of the whole.
         retry: how failed storage requests are repeated.
         progress: True: a bar; or a callable that takes each `ProgressEvent`.
 
@@ -135,7 +135,7 @@ def _make_copy(context: ExportContext, version: SourceVersion | None) -> Copy:
 
 
 def _find(context: ExportContext) -> Copy:
-    """Find out whose checkpoint it is, and return the coordinator's copy."""
+    """Find the checkpoint and its writer; return the coordinator's copy."""
     spec, head = context.spec, slotlog.read_log(context.source).head
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `copy` makes it
     if place_within(context.source, context.target) is not None:

@@ -1,4 +1,4 @@
-"""What all copies share: the report of `copy`, its options, the version copied, the base class."""
+"""The report of `copy`, its options, the version that is copied, and the base class of copies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class CopyReport:
     format: of the source. save_id, slot: of the copy; None for formats of others.
     was_there: the target's newest checkpoint was this save before, and nothing of it was sent.
     file_count, total_bytes: of the checkpoint's files, documents not counted.
-    sent_bytes: went through this process. copied_bytes: copied by the storage itself, or linked on
-    a file system, where they take no space.
-    kept_count, kept_bytes: files of an earlier, unfinished copy that were sound.
-    exports: folders of exports that were copied. left_out: what else lies in the source's folder.
-    failed_exports: those of `left_out` that an error kept from being copied, damage most often,
-    and what it was; the copy of the checkpoint itself is whole.
+    sent_bytes: sent by this process. copied_bytes: copied by the storage itself, or linked on a
+    file system, where they take no space.
+    kept_count, kept_bytes: sound files of an earlier, unfinished copy.
+    exports: folders of exports that were copied. left_out: other entries of the source's folder.
+    failed_exports: exports among these that could not be copied, with the error, damage mostly; the
+    copy of the checkpoint itself is whole.
     """
 
     source_url: str
@@ -52,7 +52,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySpec(ExportSpec):
-    """What is copied, and which values of it."""
+    """The options of a copy; `include` and `exclude` choose values."""
 
     include: Selection | None = None
     exclude: Selection | None = None
@@ -63,7 +63,7 @@ class CopySpec(ExportSpec):
         return self.include is not None or self.exclude is not None
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         chosen = {name: digest(getattr(self, name)) for name in ("include", "exclude")}
         return ExportSpec.terms(self) | chosen
 

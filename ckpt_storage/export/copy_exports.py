@@ -67,7 +67,7 @@ def copy_exports(
 
 
 def _tag_of(context: ExportContext, folder: str, save_id: str) -> exports.IndexTag | None:
-    """Return what an index says, None unless it is of the save: it is read twice before."""
+    """Return the tag of an index; None if two reads of it do not name the save."""
     store, path = context.source, f"{folder}/{names.INDEX_NAME}"
     for _ in range(2):
         index = slotlog.read_or_none(store, path)

@@ -154,7 +154,7 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
     """Refuse a stock checkpoint with a missing or truncated file; other formats are read by now."""
     items = source.items if isinstance(source, StockSource) else {}
     for (fqn, _), item in items.items():
-        # The whole item, with what stands behind a tensor's bytes.
+        # The end of the whole item, behind the tensor's bytes.
         path, end = item.relative_path, item.offset + item.length
         size_bytes = sizes.get(path)
         if size_bytes is None or size_bytes < end:

@@ -1,7 +1,7 @@
 """The copy of a part of a checkpoint: chosen values, as a checkpoint of its own.
 
-A shard file of which everything is wanted goes over as it is: the storage copies or links it. Of
-one of which some is wanted, those items are read and written anew.
+A shard file of which all items are chosen is copied or linked by the storage. Chosen items of other
+files are read and written to new files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _BLOB = -1
 
 
 def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
-    """Return the values that a copy takes over, None if these are all.
+    """Return the values of a copy, None if these are all values of the source.
 
-    Raises `InvalidInputError` for a pattern that matches nothing, and if nothing is left.
+    Raises `InvalidInputError` for a pattern that matches nothing, and if no value is chosen.
     """
     if not spec.selects:
         return None
@@ -76,7 +76,7 @@ def _part_id(save_id: str, chosen: Selected) -> str:
 
 
 def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
-    """Return what the commit record says of a part; a function has no patterns."""
+    """Return the `part` of the commit record; functions are recorded as None."""
     record: dict[str, Any] = {"of": source_id}
     for key in ("include", "exclude"):
         selection = getattr(spec, key)
@@ -106,7 +106,7 @@ class CopyOfPart(CopyOfCommitted):
 
     @cached_property
     def chosen(self) -> Selected:
-        """The values that go over."""
+        """The values of the copy."""
         chosen = part_of(self.source, self.spec)
         assert chosen is not None  # noqa: S101  # else it is no copy of a part
         return chosen
@@ -150,7 +150,7 @@ class CopyOfPart(CopyOfCommitted):
         return files
 
     def _wanted(self, document: RankManifest, file: ShardFile) -> list[int]:
-        """Return the items of a file that go over; all of them, or each value once."""
+        """Return the chosen items of a file: all of them, or each value once."""
         chosen = self._chosen_names
         kept = [item for item, number in enumerate(file.fqn) if document.fqns[number] in chosen]
         if len(kept) == len(file.fqn):
@@ -198,7 +198,7 @@ class CopyOfPart(CopyOfCommitted):
         return ResumeState(done=context.find_complete(sent))
 
     def publish(self, made: WriteSummary) -> None:
-        """Put down what describes the files, and commit as any save is committed."""
+        """Write the documents that describe the files, and commit as any save is committed."""
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         store, ticket = self.context.target, self.ticket
@@ -220,7 +220,7 @@ class CopyOfPart(CopyOfCommitted):
         )
 
     def part_record(self) -> dict[str, Any]:
-        """Return what the commit record says of a part."""
+        """Return the `part` of the commit record."""
         return patterns_of(self.spec, self.source.save_id or "")
 
     def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:

@@ -130,15 +130,15 @@ class Folder(Export[R]):
 
 
 class PlainFolder(Folder[R]):
-    """A folder of files of another format, of which readers must not take a part for the whole.
+    """A folder of files of another format; readers must not load a part of them as the whole.
 
     The file that makes the others a checkpoint is written last. While a folder of safetensors is
-    being filled, a guard lies in it (`GUARD`). At the end the records of ours are deleted.
+    being filled, it holds a guard (`GUARD`). At the end our records are deleted.
     """
 
     @property
     def last(self) -> str:
-        """The file that goes last: `.metadata`, the index of weight files, or "" for none."""
+        """The file that is written last: `.metadata`, the index of weight files, or "" for none."""
         return ""
 
     def document(self) -> bytes:
@@ -147,7 +147,7 @@ class PlainFolder(Folder[R]):
 
     @property
     def _is_guarded(self) -> bool:
-        """Whether weight files are written, of which readers take what they find."""
+        """Whether weight files are written: some readers load all that are in a folder."""
         return any(map(_is_weight, self._names))
 
     @cached_property
@@ -176,7 +176,7 @@ class PlainFolder(Folder[R]):
         in_the_way = here & self._names
         if is_indexed:
             in_the_way |= {path for path in here if path == INDEX_NAME or mixes(path)}
-        # Readers take what would be replaced here for a checkpoint.
+        # To readers, the files that would be replaced are a checkpoint.
         is_whole = STOCK_METADATA in here or (
             is_indexed
             and GUARD_NAME not in here
@@ -214,14 +214,14 @@ class PlainFolder(Folder[R]):
         return is_own or super().may_end(path)
 
     def publish(self, made: WriteSummary) -> None:
-        """Put the file that shows all others, and remove the guard."""
+        """Write the file that makes all others a checkpoint, and delete the guard."""
         del made
         self.check_held()
         if self.last:
             self.context.target.replace(self.last, self.document())
         if self._is_guarded:
             self.context.target.delete([GUARD_NAME])
-        # Whatever lies here now is a checkpoint like any other.
+        # The folder is now a checkpoint like that of any other writer.
         self.context.target.delete_folder(exports.records_folder(self.plan.identity))
         self.context.target.delete([HOLDER_PATH])
         if not listed(self.context.target, DOCUMENTS):
@@ -265,20 +265,20 @@ class ExportFolder(Folder[R]):
 
     @property
     def _needs_guard(self) -> bool:
-        """Whether readers could mix files, or take some for all, while they are replaced."""
+        """Whether readers could load old and new files, or only some, while they are replaced."""
         mixes = self._before != self._own if len(self._own) > 1 else self._before - self._own
         return self._index is None or bool(mixes)
 
     def claim(self) -> ResumeState:
-        """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
+        """Claim the folder; the name is the suffix of the weight files' names, "" for none."""
         store, identity = self.context.target, self.plan.identity
         self._index = read_or_none(store, INDEX_NAME)
         here = {entry.path for entry in listed(store, "")}
         is_first = not is_there(store, NAMES_PATH)
         if is_first:
             self._claim_names(here)
-        # The stored document counts, whatever the response was; no content owns the names of a
-        # damaged document.
+        # The stored document decides, whatever the response was; if it is damaged, no content owns
+        # the names.
         owner = read_trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
         check_owned(store, listed(store, ""), identity)
@@ -289,19 +289,19 @@ class ExportFolder(Folder[R]):
         )
         if self._needs_guard and not is_first:
             self._check_may_delete()
-        taken = self.hold(holder_of(store))
+        resume = self.hold(holder_of(store))
         able = store.capabilities
         shows_early = not (able.tokens_travel and able.lists_uploads)
         if self._needs_guard and (self._index is None or shows_early):
             store.replace(GUARD_NAME, GUARD)
-        return replace(taken, name=suffix)
+        return replace(resume, name=suffix)
 
     def rename(self, name: str) -> None:
         """Give the files a suffix."""
         self.plan = replace(self.plan, files=with_suffix(self.plan.files, name))
 
     def _claim_names(self, here: Collection[str]) -> None:
-        """Give names without a suffix to this content, unless another run is faster."""
+        """Claim the names without a suffix for this content, unless another run is faster."""
         store = self.context.target
         foreign = sorted(name for name in here if _is_weight(name) or name == INDEX_NAME)
         if foreign:
@@ -341,7 +341,7 @@ class ExportFolder(Folder[R]):
             ) from error
 
     def recorded(self) -> list[Sealed]:
-        """Return also the files of a complete export of this content."""
+        """Return the files of a complete export of this content, too."""
         identity = self.plan.identity
         path = exports.export_path(identity)
         record = read_trusted(self.context.target, path, exports.ExportRecord.decode)
@@ -414,7 +414,7 @@ class ExportFolder(Folder[R]):
         try:
             self.check_held()
         except errors.ConsolidationError:
-            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
+            log.info("%s: the consolidation that runs there deletes superseded files", store.url)
             return
         old = sorted(
             name for name in here if exports.is_weight_file(name) and name not in self._own

@@ -1,4 +1,4 @@
-"""What an export is made from, where it goes, what is done of it, and what one front door adds."""
+"""The spec, the stores, the resumed state and the results of an export, and its base class."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSpec:
-    """From where to where an output is made, and how; the same on all ranks."""
+    """The source, the target and the options of an output; the same on all ranks."""
 
     source: Location
     target: Location
@@ -71,14 +71,14 @@ class ExportSpec:
     progress: Progress = None
 
     phase: ClassVar[Phase] = "write"
-    """What the work is a phase of."""
+    """The phase in which the files are written."""
 
     def first_phase(self, *, is_alone: bool) -> Phase:
-        """Return the phase of planning; a rank alone has one deadline, that of the work."""
+        """Return the phase of planning; a rank alone has one phase, that of writing."""
         return self.phase if is_alone else "plan"
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         return {
             "the checkpoint's URL": self.source.url,
             "the storage's endpoint": endpoint_of(self.source),
@@ -89,7 +89,7 @@ class ExportSpec:
 
 
 class ExportContext:
-    """Both storages of an output on one rank, bounded by the phase that is under way."""
+    """Both stores of an output on one rank, with the deadline of the current phase."""
 
     def __init__(self, spec: ExportSpec) -> None:
         self.spec = spec
@@ -109,7 +109,7 @@ class ExportContext:
             part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
             memory_limit_bytes=limit_bytes or default_memory_limit_bytes(),
         )
-        # They learn how many requests the storages bear.
+        # They adapt to the number of requests that the storages accept.
         self.source_pace, self.target_pace = Pacer(threads), Pacer(threads)
 
     def begin(self, deadline: Deadline) -> None:
@@ -119,7 +119,7 @@ class ExportContext:
         self.target = self._plain_target.bounded(deadline, throttled=self.target_pace.slowed_down)
 
     def run_parallel(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Return what some small jobs return, done several at a time; raise the first failure."""
+        """Return the results of small jobs, several at a time; raise the first failure."""
         return some_at_once(jobs, _THREADS, name=name, deadline=self.deadline)
 
     def find_complete(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
@@ -142,9 +142,9 @@ class ExportContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceVersion:
-    """What the coordinator opened: by its record if it is of ours.
+    """The version of the source that the coordinator opened: its record, if it is of ours.
 
-    Else `state` (JSON) stands for the content; of files without a time it is another one each time.
+    Else `state` (JSON) identifies the content; it is always new for files without a time.
     """
 
     record: SlotRecord | None = None
@@ -169,12 +169,12 @@ class ResumeState:
 
 
 Span = tuple[int, int, int]
-"""Where bytes of a file begin, how many there are, and their CRC-32C."""
+"""The first of some bytes of a file, their number, and their CRC-32C."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What one rank did. All mappings but `moved` are by position of the file.
+    """The results of one rank. All mappings but `moved` are by position of the file.
 
     Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
     are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
@@ -208,7 +208,7 @@ class WriteSummary:
 
 
 class Export(abc.ABC, Generic[R]):
-    """One export on one rank: what is read, which files are made of it, and where they go.
+    """One export on one rank: its source, its files, and how they are published.
 
     The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
     that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
@@ -249,7 +249,7 @@ class Export(abc.ABC, Generic[R]):
         self.source = source = open_newest(context.source, context.options)
         if isinstance(source, CommittedSource):
             return SourceVersion(record=source.record)
-        # An output may lie below the source, and be another one by now.
+        # Files below the source may belong to an output, which changes.
         own = {*source.paths, STOCK_METADATA, INDEX_NAME}
         marks = {path: mark for path, mark in source.marks.of.items() if path in own}
         source.marks = replace(source.marks, of=marks)
@@ -277,7 +277,7 @@ class Export(abc.ABC, Generic[R]):
 
     @abc.abstractmethod
     def content(self) -> object:
-        """Return what stands for the content of the files (JSON)."""
+        """Return values that identify the content of the files (JSON)."""
 
     def claim(self) -> ResumeState:
         """Claim the target for this run, unseen by readers; return what an earlier run had done."""
@@ -308,7 +308,7 @@ class Export(abc.ABC, Generic[R]):
 
 @contextlib.contextmanager
 def probed(target: Store) -> Iterator[str]:
-    """Put a file of a random name at the target, give its path, and remove it."""
+    """Write a file with a random name to the target, yield its path, and delete it."""
     path = probe_path()
     target.make_folders([])
     target.put(path, b"Who else sees this?")
@@ -320,9 +320,9 @@ def probed(target: Store) -> Iterator[str]:
 
 
 def place_within(source: Store, target: Store) -> str | None:
-    """Return where below the source's root that of the target lies, "" for the very same.
+    """Return the path of the target's root below that of the source, "" if they are the same.
 
-    None: elsewhere, or nothing lies there or may be written there: then nothing can be harmed.
+    None if it lies elsewhere, or if the target is empty or not writable: nothing can be lost then.
     """
     refused = {"not-found", "permission"}
     try:
@@ -337,7 +337,7 @@ def place_within(source: Store, target: Store) -> str | None:
                 if is_there(source, name):
                     return ""
             except StorageError as error:
-                # Some storages refuse those who may not list what is not there.
+                # Without the right to list, some storages answer so for absent objects.
                 if error.kind not in refused:
                     raise
             paths = (entry.path for entry in source.list(""))

@@ -1,9 +1,9 @@
 """`thin`: a checkpoint drops values in place, by committing a smaller version of itself.
 
-The smaller version is a copy of a part: a save of its own in the same checkpoint, whose shard files
-are links to those of the save that it replaces, or copies that the storage makes. So the commit
-protocol has no new case: the next slot switches between the two, and what was replaced is freed.
-Only the freeing is stricter: of a save and the part that replaced it the save is not kept.
+The smaller version is a copy of a part: another save in the same checkpoint, whose shard files are
+links to those of the save that it replaces, or copies that the storage makes. The commit protocol
+has no new case: the next slot switches between the two, and the replaced save is freed. Only the
+freeing is stricter: the replaced save is not kept.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ log = logging.getLogger("ckpt_storage")
 class ThinReport:
     """What `thin` did; `url` is without credentials.
 
-    save_id: of what is there now. was_thin: there was nothing to drop.
-    dropped: the names that were dropped. freed_bytes: of shard files that are gone or will be;
-    kept_bytes: of those that are there. sent_bytes went through this process; copied_bytes were
-    linked, or copied by the storage itself.
+    save_id: of the checkpoint now. was_thin: there was nothing to drop.
+    dropped: the names that were dropped. freed_bytes: of deleted shard files; kept_bytes: of the
+    others. sent_bytes: sent by this process; copied_bytes: linked, or copied by the storage itself.
     """
 
     url: str
@@ -66,13 +65,14 @@ def thin(
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> ThinReport:
-    """Drop values of the checkpoint at `url`, and free what they take.
+    """Drop values of the checkpoint at `url`, and free their space.
 
-    Afterwards it holds the rest, as a save of its own; loads under way of the whole one raise
-    `CheckpointGoneError`. Of shard files of which all stays or all goes no byte is read: what stays
-    is linked on a file system, and copied by S3, Google Cloud Storage and Azure. Elsewhere what
-    stays is read and written. Cut anywhere, the checkpoint is the whole or the thin one; calling
-    again ends the work. One process calls it. Exports of the whole save stay, and are stale.
+    Afterwards it holds the other values, as another save; a load of the whole save that is still
+    running raises `CheckpointGoneError`. No byte is read of shard files of which all values stay:
+    they are linked on a file system, and S3, Google Cloud Storage and Azure copy them. Elsewhere,
+    and in other files, the values that stay are read and written. If it is interrupted, the
+    checkpoint is the whole or the thin one; call again to complete it. One process calls it.
+    Exports of the whole save stay, and are stale.
 
     Args:
         url: the checkpoint, one of ours.
@@ -164,7 +164,7 @@ class _Thinning(CopyOfPart):
     """A copy of a part of a checkpoint into that checkpoint."""
 
     def part_record(self) -> dict[str, Any]:
-        """Return what the commit record says: also which values earlier thinnings dropped."""
+        """Return the `part` of the commit record, with the patterns of earlier thinnings."""
         head = self.source.record
         before = head.part if head.is_thinned else {}
         dropped = [*(before.get("exclude") or ()), *_patterns(self.spec)]
@@ -176,13 +176,13 @@ class _Thinning(CopyOfPart):
         }
 
     def publish(self, made: WriteSummary) -> None:
-        """Commit, and free the save that was replaced; or end what was cut before."""
+        """Commit, and free the save that was replaced, or that an interrupted call replaced."""
         super().publish(made)
         if self.version.was_there:
             cleaning.free_leftovers(self.context.target, known=self.record)
 
     def report(self, made: WriteSummary, seconds: float) -> Any:  # noqa: ANN401  # see `thin`
-        """Say what was dropped."""
+        """Return the report of what was dropped."""
         before = sum(file.size_bytes for file, _ in self.source.manifest.files)
         is_thin = self.version.was_there
         kept_bytes = before if is_thin else self.total_bytes

@@ -42,7 +42,7 @@ _Crcs = dict[Key, "array[int]"]
 class _Record(NamedTuple):
     """A storage, of which tensors are views: bytes of the file with one checksum, if any.
 
-    `storage_bytes` are the first of them that the pickle says are the storage.
+    The storage, according to the pickle, are the first `storage_bytes` of them.
     """
 
     start: int
@@ -53,7 +53,10 @@ class _Record(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TorchFileSource(ForeignSource):
-    """What a `torch.save` file offers: tensors, which lie in `records`, and other `values`."""
+    """The values of a `torch.save` file: tensors, whose bytes are in `records`, and others.
+
+    `views` are the tensors of each record; `reopen` reads the directory of the file again.
+    """
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
@@ -63,9 +66,9 @@ class TorchFileSource(ForeignSource):
     _sound: set[_Record] = field(default_factory=set)
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where tensors lie; checks their records, each once, by torch's own checksums.
+        """Return the places of tensors; check each record once, by torch's own checksum.
 
-        The places have checksums of blocks, which later reads of parts of a record are checked by.
+        The places have checksums of blocks: later reads of parts of a record are checked by these.
         """
         for key in keys:
             record = self.records.get(key)
@@ -79,7 +82,7 @@ class TorchFileSource(ForeignSource):
         return [self.held[key] for key in keys if key in self.held]
 
     def _check_anew(self, key: Key) -> _Crcs:
-        """Check the record of a tensor; where it lies is read again before, as it may be wrong."""
+        """Check the record of a tensor after reading again where in the file it is."""
         fresh = self.reopen()
         sound = {view: place for view, place in self.held.items() if place.crcs is not None}
         self.held, self.records, self.views = fresh.held | sound, fresh.records, fresh.views
@@ -121,7 +124,7 @@ def _call_next(checks: Iterator[Callable[[Key], _Crcs]], key: Key) -> _Crcs:
 
 
 class _NoTensors(pickle.Pickler):
-    """Raises for a tensor and for a storage: what has no name is not read."""
+    """Raises for tensors and storages inside an object, which have no name to be read by."""
 
     def persistent_id(self, obj: object) -> None:
         if isinstance(obj, torch.Tensor | torch.TypedStorage | torch.UntypedStorage):
@@ -129,7 +132,7 @@ class _NoTensors(pickle.Pickler):
 
 
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
-    """Return the source that a `torch.save` file is; reads its directory, pickle and headers."""
+    """Open a `torch.save` file; reads its directory, its pickle and the headers of records."""
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
 
     def read() -> tuple[dict[str, Any], dict[str, _Path]]:
@@ -173,7 +176,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 def _read_state(
     file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
 ) -> tuple[dict[str, Any], dict[str, _Path]]:
-    """Return values by FQN, and the way to each in the nested state dict."""
+    """Return values by FQN, and the path of each in the nested state dict."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
@@ -269,7 +272,7 @@ def _read_records(
 
 
 def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return what was saved; storages have no memory, but a `record` of where they lie."""
+    """Return the saved object; its storages have no memory, but a `record` of their bytes."""
     infos, small, directory = _read_records(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)

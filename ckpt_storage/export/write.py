@@ -1,7 +1,7 @@
 """Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends. A part that lies in one run of
-stored bytes a storage copies by itself, where it can; the checksum that it reports is held against
+A thread makes one part at a time: it reads, checks, places and sends. A part that is contiguous in
+a stored file is copied by the storage, if it can; the checksum that it reports is compared with
 those of the checkpoint. If it reports none, the source is read.
 """
 
@@ -51,7 +51,7 @@ _REASON_S = 3.0
 
 
 def joined(spans: Iterable[Span]) -> Span:
-    """Return spans that lie side by side, in any order, as one."""
+    """Return adjacent spans, in any order, as one."""
     starts, lengths, crcs = zip(*sorted(spans), strict=True)
     if len(starts) == 1:
         return starts[0], lengths[0], crcs[0]
@@ -60,7 +60,7 @@ def joined(spans: Iterable[Span]) -> Span:
 
 @dataclass
 class _RegionState:
-    """One region on its way; `spans` are what was written of it."""
+    """One region that is being written; `spans` are the bytes that were."""
 
     region: Region
     file: OutFile
@@ -83,7 +83,7 @@ class FileWriter:
         self._context, self._plan, self._able = context, export.plan, able
         self._is_together = export.is_together and able.tokens_travel and able.lists_uploads
         self._copies = False
-        # Those under way, by file; and the tokens of those that several ranks share.
+        # Open uploads by file, and the tokens of those that several ranks share.
         self._uploads: dict[int, Upload] = {}
         self._tokens: dict[int, str] = {}
         self._result = Result()
@@ -258,7 +258,7 @@ class FileWriter:
                 raise
 
     def _submit(self, workers: Workers, region: Region) -> None:
-        """Hand the parts of a region over, as fast as there are threads and memory."""
+        """Submit the parts of a region, as threads and memory become free."""
         context, limit_bytes = self._context, self._context.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
         file = self._plan.files[region.file]
@@ -335,7 +335,7 @@ class FileWriter:
             self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
     def _copied(self, job: _RegionState, start: int, stop: int) -> bool:
-        """Have the storage copy a part that lies in one run of stored bytes; return whether."""
+        """Have the storage copy a part that is contiguous in a stored file; return if it did."""
         context, reader, able, length = self._context, self._reader, self._able, stop - start
         is_short = length < (able.copy_min_bytes or 0) and stop != job.region.file_bytes
         if job.file.edges or is_short or length > (able.copy_max_bytes or length):
@@ -393,7 +393,7 @@ class FileWriter:
         return self._uploads[at]
 
     def _end(self, job: _RegionState, crc32c: int) -> None:
-        """Take over a region that was written; seal its file if nobody else writes it."""
+        """Record a region that was written; complete its file if no other rank writes it."""
         at, upload = job.region.file, job.upload
         if at not in self._tokens:
             try:
@@ -475,5 +475,5 @@ def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
         path=place.path,
         rank=place.rank,
         retryable=True,
-        next_step="Try again; if it happens again, report it to who runs the storage.",
+        next_step="Try again; if it happens again, report it to the operator of the storage.",
     )
