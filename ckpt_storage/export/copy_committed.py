@@ -60,7 +60,12 @@ class CopyOfCommitted(Copy):
         sends = [partial(self._send_rank, reference) for reference in manifest.ranks]
         self._ranks = self.context.run_parallel("copy rank manifests", sends)
         files = {at: self._renamed_ref(file) for at, (file, _) in enumerate(manifest.files)}
-        return ResumeState(done=self.context.find_complete(files) if is_resumed else {})
+        done = self.context.find_complete(files) if is_resumed else {}
+        store, whole = self.context.target, dict[int, str]()
+        is_checked = self.spec.copies == "auto" and store.capabilities.copies_with_checksum
+        if is_checked and store.can_copy_objects_of(self.context.source):
+            whole = {at: manifest.files[at][0].path for at in files.keys() - done.keys()}
+        return ResumeState(done=done, whole=whole)
 
     def begin(self) -> bool:
         """Begin the attempt, unless the target has the copy; return whether it had begun before."""

@@ -121,7 +121,7 @@ class FileWriter:
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Other ranks report this error, not that their parts are refused.
-            self._context.deadline.watch.failed(error)
+            self._context.deadline.monitor.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -218,9 +218,11 @@ class FileWriter:
                 return
             place = place_of_file(path, file.size_bytes)
             raise explained(error, [place], self._export.source) from error
-        # Without a report only the length was checked.
-        crc32c = file.crc32c if crc32c is None else crc32c
+        if crc32c is None and not self._able.copies_with_checksum:
+            # Only the length was checked.
+            crc32c = file.crc32c
         if crc32c != file.crc32c:
+            # Another checksum, or none by an emulator: the bytes are read, checked and sent.
             refused.append(whole)
             return
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
@@ -299,7 +301,7 @@ class FileWriter:
         deadline.check(f"Writing {job.file.name}")
         if not (self._copies and self._copied(job, start, stop)):
             self._streamed(job, start, stop)
-        deadline.watch.advanced(stop - start)
+        deadline.monitor.advanced(stop - start)
         self._export.on_bytes(stop - start)
         with self._lock:
             job.left_bytes -= stop - start
@@ -327,7 +329,8 @@ class FileWriter:
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
         number, is_last = start // region.part_bytes, stop == region.file_bytes
-        job.upload.write_part(number, start, [window], last=is_last)
+        crc32c = joined(spans)[2]
+        job.upload.write_part(number, start, [window], last=is_last, crc32c=crc32c)
         self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
@@ -465,7 +468,7 @@ class FileWriter:
     def _seal(self, at: int, sealed: Sealed) -> None:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._context.deadline.watch.advanced(file_count=1)
+        self._context.deadline.monitor.advanced(file_count=1)
 
 
 def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
