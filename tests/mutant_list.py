@@ -42,6 +42,8 @@ _LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
 _MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_FLIPPED = "tests/api/test_flipped_copies.py"
+_COPY_PART = "tests/api/test_copy_part.py"
 _OVERTAKEN = "tests/protocol/test_overtaken_exports.py"
 _OVERWRITE = "tests/api/test_overwrite.py"
 _POSIX = "tests/protocol/test_posix_faults.py"
@@ -1271,7 +1273,16 @@ _EXPORT_MUTANTS = [
         [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
+        "export/write.py",
+        "        self._export.check_held()\n        self._export.prepare_names()",
+        "        self._export.prepare_names()",
+        [_OVERTAKEN],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._export.check_held()\n                upload.complete",
+        "                upload.complete",
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/write.py",
@@ -1374,6 +1385,42 @@ _EXPORT_MUTANTS = [
         "            store.delete(sorted(indexes.intersection(here)))\n",
         "",
         ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._mismatches.append((region, mismatch))\n        self._make_again()\n",
+        "                raise mismatch from None\n",
+        [f"{_FLIPPED}::test_ranks_read_a_wrong_byte_of_a_shared_file_again"],
+    ),
+    Mutant(
+        "export/write.py",
+        "        if crc32c != file.crc32c:\n",
+        "        if crc32c is None:\n",
+        [f"{_COPY_PART}::test_a_wrong_copy_of_the_storage_is_read_and_sent"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "or crc32c not in {None, crc32c_of(data)}:",
+        "or crc32c == -1:",
+        [f"{_FLIPPED}::test_a_copy_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "checks = iter([self._check, self._check_anew])",
+        "checks = iter([self._check, self._check])",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)",
+        "place",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            old |= here & {seal.file.path for seal in seals if seal}\n",
+        "",
+        [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
     ),
     Mutant(
         "export/layout.py",
