@@ -35,7 +35,8 @@ class SaveTicket:
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by the coordinator's clock;
     the commit aims at the next slot. With `with_places`, ranks report the places of their items.
-    Values of each of `groups`, patterns of names, are stored in separate files.
+    Values of each of `groups`, patterns of names, are stored in separate files. Ranks may reuse
+    their files of the save `base_id`, "" for none, of the checkpoint at `base_url`.
     """
 
     save_id: str
@@ -45,6 +46,8 @@ class SaveTicket:
     world_size: int = 1
     with_places: bool = True
     groups: tuple[str, ...] = ()
+    base_url: str = ""
+    base_id: str = ""
 
 
 def begin(

@@ -53,7 +53,8 @@ class RankReport:
       coordinator asked for them.
 
     `ties` maps aliases to targets, with which they share memory on this rank; `tied` has FQN, box
-    and checksum of the chunks of such tensors that have elements.
+    and checksum of the chunks of such tensors that have elements. `reused_bytes` is the size of
+    files that an earlier save wrote.
     """
 
     save_id: str
@@ -69,6 +70,7 @@ class RankReport:
     places: bytes | None
     ties: Mapping[str, str]
     tied: Sequence[tuple[str, Box, int]]
+    reused_bytes: int
 
     @classmethod
     def of(
@@ -107,6 +109,7 @@ class RankReport:
             places=_packed(np.array(places, dtype=np.int64)) if with_places else None,
             ties=dict(ties),
             tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
+            reused_bytes=sum(file.size_bytes for file in files if file.age),
         )
 
 

@@ -6,7 +6,7 @@ import heapq
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -57,7 +57,9 @@ class VerifyReport:
     """The result of `verify`.
 
     `exports` are those directly below `url`, and one at `url` itself; a stale export is no problem.
-    `notes` names sound values that `load` refuses.
+    `notes` names sound values that `load` refuses. `link_counts` has the number of names of each
+    file that shares its storage with files of other saves, by hard links: damage to one of them is
+    damage to all.
     """
 
     url: str
@@ -68,6 +70,7 @@ class VerifyReport:
     checked_bytes: int
     exports: Sequence[ExportStatus] = ()
     notes: Sequence[Problem] = ()
+    link_counts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -120,6 +123,7 @@ def verify(  # the public surface, all keyword-only
         checked_bytes=check.checked_bytes,
         exports=check.exports or (),
         notes=tuple(check.notes),
+        link_counts=check.link_counts,
     )
 
 
