@@ -42,6 +42,8 @@ _LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
 _MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_FLIPPED = "tests/api/test_flipped_copies.py"
+_COPY_PART = "tests/api/test_copy_part.py"
 _OVERTAKEN = "tests/protocol/test_overtaken_exports.py"
 _OVERWRITE = "tests/api/test_overwrite.py"
 _POSIX = "tests/protocol/test_posix_faults.py"
@@ -51,6 +53,7 @@ _REMOTE = "tests/stores/test_store_remote_faults.py"
 _REPLACED = "tests/protocol/test_replaced_files.py"
 _RETENTION = "tests/unit/test_retention.py"
 _RETRY = "tests/stores/test_store_retry.py"
+_REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
@@ -1023,6 +1026,54 @@ _SAVES_MUTANTS = [
         ["tests/unit/test_save_outcome.py"],
     ),
     Mutant(
+        "saves/base.py",
+        "return digest.digest() == known",
+        "return digest.digest() != b''",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "(dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)",
+        "file.payload_bytes[at] == item.payload_bytes",
+        [f"{_REUSE}::test_equal_names_are_not_enough"],
+    ),
+    Mutant(
+        "saves/base.py",
+        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in COPY_REFUSALS:",
+        [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "age >= self._full_every:",
+        "age > self._full_every:",
+        [f"{_REUSE}::test_a_file_is_written_anew_once_so_many_checkpoints_have_it"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "changed.add(key)",
+        "pass",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "unique <= equal",
+        "unique & equal",
+        [f"{_REUSE}::test_a_value_that_is_gone_is_in_no_file"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "and not is_worth(staying - reused)",
+        "and staying == reused",
+        [f"{_REUSE}::test_a_small_value_that_joins_does_not_make_the_others_written"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "return 0 if has_linked else self._count + 1",
+        "return 0",
+        [f"{_REUSE}::test_a_run_of_which_nothing_stays_is_hashed_three_times"],
+    ),
+    Mutant(
         "saves/shardfile.py",
         "if actual_length != length:",
         "if actual_length < length:",
@@ -1079,23 +1130,26 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "if count == 0 or connection is None or keys.client.connection is not connection:",
-        "if count < 0:",
+        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
     ),
     Mutant(
-        "coordination/rounds.py",
-        "if count == self._world_size - 1:",
-        "if count == self._world_size:",
-        [
-            f"{_ROUNDS}::test_a_save_costs_a_member_twelve_requests_at_most",
-            "tests/protocol/test_messages.py",
-        ],
+        "coordination/keyvalue.py",
+        "return keys[at:]",
+        "return keys if at < len(names) else []",
+        [f"{_ROUNDS}::test_a_poll_begins_at_the_first_request_with_a_missing_key"],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "(now_s - begin_s) / 20)",
+        "0.0)",
+        [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_misses and self._is_worker_silent(rank):",
-        "> self._allowed_misses:",
+        "self._misses[rank] = 0",
+        "pass",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
@@ -1219,7 +1273,16 @@ _EXPORT_MUTANTS = [
         [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
+        "export/write.py",
+        "        self._export.check_held()\n        self._export.prepare_names()",
+        "        self._export.prepare_names()",
+        [_OVERTAKEN],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._export.check_held()\n                upload.complete",
+        "                upload.complete",
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/write.py",
@@ -1322,6 +1385,42 @@ _EXPORT_MUTANTS = [
         "            store.delete(sorted(indexes.intersection(here)))\n",
         "",
         ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._mismatches.append((region, mismatch))\n        self._make_again()\n",
+        "                raise mismatch from None\n",
+        [f"{_FLIPPED}::test_ranks_read_a_wrong_byte_of_a_shared_file_again"],
+    ),
+    Mutant(
+        "export/write.py",
+        "        if crc32c != file.crc32c:\n",
+        "        if crc32c is None:\n",
+        [f"{_COPY_PART}::test_a_wrong_copy_of_the_storage_is_read_and_sent"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "or crc32c not in {None, crc32c_of(data)}:",
+        "or crc32c == -1:",
+        [f"{_FLIPPED}::test_a_copy_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "checks = iter([self._check, self._check_anew])",
+        "checks = iter([self._check, self._check])",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)",
+        "place",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            old |= here & {seal.file.path for seal in seals if seal}\n",
+        "",
+        [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
     ),
     Mutant(
         "export/layout.py",

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
-from ckpt_storage.coordination.liveness import RankProgress
+from ckpt_storage.coordination.liveness import RankProgress, beat_interval_s
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.observe.stats import OperationStats
@@ -108,9 +108,14 @@ class WorkerSave:
         lane = self._operation.lane
         store = None if lane.world_size == 1 else lane.keys.client.address()
         if store is not None:
-            key = lane.heartbeat_key(lane.rank)
+            request = HeartbeatRequest(
+                store=store,
+                key=lane.heartbeat_key(lane.rank),
+                number=lane.number,
+                beat_s=beat_interval_s(lane.world_size, self._operation.timeouts.silence),
+            )
             with contextlib.suppress(WorkerGoneError):  # the call that follows finds it gone
-                self._worker.send(HeartbeatRequest(store=store, key=key))
+                self._worker.send(request)
 
     def write(self) -> object:
         """Return the packed report of this rank."""
@@ -206,7 +211,7 @@ class WorkerSave:
                     quiet_checks += 1
                     if quiet_checks * LOOK_S > worker.silence_s:
                         raise WorkerGoneError(
-                            f"gave no sign of life for {worker.silence_s:g} s and was ended"
+                            f"sent no message for {worker.silence_s:g} s and was ended"
                         )
                     end_s = min(operation.deadline.at_monotonic_s, notified_s) + worker.silence_s
                     if time.monotonic() > end_s + _GRACE_S:
@@ -257,7 +262,7 @@ class WorkerSave:
 def pack_options(options: SaveOptions) -> bytes:
     """Return options as a worker gets them. Raises `InvalidInputError`."""
     try:
-        # Callables of the trainer stay here: they get what the worker's heartbeats report.
+        # Callables of the trainer are not sent: they get the progress that the worker reports.
         return pickle.dumps(replace(options, progress=None, consolidate=None))
     except BaseException as error:
         raise InvalidInputError(

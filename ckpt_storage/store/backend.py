@@ -85,6 +85,7 @@ class ObjectInfo:
     modified_s: time of the last change in Unix seconds by the storage's clock, if reported.
     version: for `put(if_match=...)` and `delete_version`; None if the storage has none.
     write_id: that of the write, if the storage keeps it.
+    link_count: how many names a file has in its file system; 1 elsewhere.
     """
 
     path: str
@@ -92,6 +93,7 @@ class ObjectInfo:
     modified_s: float | None = None
     version: str | None = None
     write_id: str | None = None
+    link_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

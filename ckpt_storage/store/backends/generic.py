@@ -44,6 +44,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults of options, by scheme."""
 
+_HUB_KINDS = frozenset({"buckets", "datasets", "spaces"})
+"""What paths on the Hugging Face Hub begin with, but those of models."""
+
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
 
@@ -258,7 +261,13 @@ class FsspecBackend(ClientBackend):
 
     @property
     def _bucket(self) -> str:
-        """The host of the URL, if paths begin with it: then it is a bucket."""
+        """The host of the URL, if paths begin with it: then it is a bucket.
+
+        On the Hugging Face Hub it is the repository: OWNER/NAME, for data sets below `datasets/`.
+        """
+        if self._location.protocol == "hf":
+            parts = self._root.strip("/").split("/")
+            return "/".join(parts[: 3 if parts[0] in _HUB_KINDS else 2])
         host = self._location.target.partition("://")[2].partition("/")[0]
         first = self._root.strip("/").partition("/")[0]
         return host if host == first else ""

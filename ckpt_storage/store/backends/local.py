@@ -473,7 +473,12 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
 
 
 def _info(path: str, stat: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(path=path, size_bytes=stat.st_size, modified_s=stat.st_mtime)
+    return ObjectInfo(
+        path=path,
+        size_bytes=stat.st_size,
+        modified_s=stat.st_mtime,
+        link_count=stat.st_nlink,
+    )
 
 
 def _version_of(stat: os.stat_result) -> str:
