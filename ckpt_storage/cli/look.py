@@ -265,22 +265,22 @@ def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) ->
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
-    report = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
+    diagnosis = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
     probes = [
         (probe.name, probe.outcome, probe.seconds, _rate(probe), probe.detail)
-        for probe in report.probes
+        for probe in diagnosis.probes
     ]
-    facts = {key: getattr(report, key) for key in ("url", "kind", "clock_offset_s")}
-    can = "can" if report.ok else "cannot"
+    facts = {key: getattr(diagnosis, key) for key in ("url", "kind", "clock_offset_s")}
+    can = "can" if diagnosis.ok else "cannot"
     text = itertools.chain(
         output.facts(facts),
         output.table(("can it", "answer", "seconds", "rate", "detail"), probes, right="seconds"),
-        (f"- {advice}" for advice in report.advice),
-        (f"Could not remove {path}." for path in report.leftovers),
+        (f"- {advice}" for advice in diagnosis.advice),
+        (f"Could not remove {path}." for path in diagnosis.leftovers),
         [f"Checkpoints {can} be saved and loaded here."],
     )
-    output.emit("doctor", report, as_json=as_json, text=text, ok=report.ok)
-    return SOUND if report.ok else FOUND
+    output.emit("doctor", diagnosis, as_json=as_json, text=text, ok=diagnosis.ok)
+    return SOUND if diagnosis.ok else FOUND
 
 
 def _rate(probe: Probe) -> str:
