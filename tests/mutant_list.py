@@ -218,8 +218,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/app.py",
-        '_say(scrub(f"{what}{step}"))',
-        '_say(f"{what}{step}")',
+        '_print_error(scrub(f"{what}{step}"))',
+        '_print_error(f"{what}{step}")',
         [f"{_CLI}::test_secrets_are_never_printed"],
     ),
     Mutant(
@@ -230,8 +230,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/output.py",
-        'if found & {f"{COMMITS}/", STOCK_METADATA}:',
-        'if found & {f"{COMMITS}/"}:',
+        'if paths & {f"{COMMITS}/", STOCK_METADATA}:',
+        'if paths & {f"{COMMITS}/"}:',
         [_CLI],
     ),
     Mutant(
@@ -248,8 +248,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/options.py",
-        "_TEXT_KEYS.fullmatch(words[-1].lower())",
-        "_TEXT_KEYS.fullmatch(words[-1])",
+        "_TEXT_KEYS.fullmatch(parts[-1].lower())",
+        "_TEXT_KEYS.fullmatch(parts[-1])",
         [f"{_CLI}::test_options_are_of_the_type_that_file_systems_expect"],
     ),
     Mutant("cli/values.py", "whole[: _EDGE + 1]", "whole[:_EDGE]", ["tests/api/test_cli_cat.py"]),
