@@ -220,7 +220,7 @@ def run_save(
                 operation.rank,
                 operation.phase,
                 is_coordinator=operation.is_coordinator,
-                global_ranks=ranks.lane.names,
+                global_ranks=ranks.lane.global_ranks,
             )
             operation.what = f"the save to {session.url}"
             identity = options.identity(session.url)
