@@ -969,13 +969,13 @@ _SOURCE_MUTANTS = [
         "source/model.py",
         "if found.save_id != save_id:",
         "if not found.save_id:",
-        [_DAMAGED_FILES, _DAMAGED],
+        [f"{_DAMAGED}::test_a_rank_manifest_of_another_save_is_refused"],
     ),
     Mutant(
         "source/model.py",
         "if found != wanted or listed != box:",
         "if found != wanted:",
-        [f"{_DAMAGED}::test_documents_that_contradict_each_other_are_found"],
+        [f"{_DAMAGED}::test_a_chunk_of_another_shape_is_refused"],
     ),
     Mutant(
         "source/model.py",
@@ -1026,7 +1026,7 @@ _SAVES_MUTANTS = [
         "saves/shardfile.py",
         "if actual_length != length:",
         "if actual_length < length:",
-        [_WRITER, _REFUSED],
+        [f"{_WRITER}::test_an_item_of_another_length_is_an_error"],
     ),
     Mutant(
         "saves/shardfile.py",
@@ -1057,8 +1057,7 @@ _SAVES_MUTANTS = [
         "self.discard(ticket.save_id, is_whole=True)",
         "self.discard(ticket.save_id, is_whole=False)",
         [
-            "tests/api/test_requests.py::test_an_attempt_that_cannot_be_claimed_leaves_nothing",
-            "tests/api/test_full_disk.py",
+            "tests/api/test_requests.py::test_a_commit_that_the_storage_refuses_leaves_nothing",
         ],
     ),
 ]
@@ -1075,7 +1074,7 @@ _COORDINATION_MUTANTS = [
         "coordination/identity.py",
         "if identity in left_behind and before.get(rank) != identity:",
         "if identity in left_behind:",
-        [_IDENTITY],
+        [f"{_IDENTITY}::test_a_rank_that_repeats_its_own_operation_is_not_behind"],
     ),
     Mutant(
         "coordination/rounds.py",
@@ -1140,7 +1139,7 @@ _LOADS_MUTANTS = [
         "loads/items.py",
         "                if known != number:",
         "                if known is None:",
-        [f"{_REFUSED}::test_one_target_for_two_values_needs_leave"],
+        [f"{_REFUSED}::test_one_target_for_two_values_needs_a_choice"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
     Mutant(
@@ -1150,7 +1149,7 @@ _LOADS_MUTANTS = [
         [f"{_REFUSED}::test_targets_of_inference_mode_are_filled"],
     ),
     Mutant(
-        "loads/tensors.py",
+        "loads/states.py",
         "is not getattr(torchs, n) or n in own for n in names):",
         "is not getattr(torchs, n) for n in names):",
         [_REFUSED],
@@ -1187,8 +1186,8 @@ _OPTIONS_MUTANTS = [
     ),
     Mutant(
         "options.py",
-        "rank_count = max(1, int(told))",
-        "rank_count = int(told)",
+        "rank_count = max(1, int(local_size))",
+        "rank_count = int(local_size)",
         [f"{_TRANSFER}::test_ranks_of_a_node_share_what_is_the_default"],
     ),
     Mutant(

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, finish, finish_all, need, sound, torchrun
 from servers import free_port
-from warm import run_script
 
 import ckpt_storage
 

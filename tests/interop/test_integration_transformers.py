@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, need, sound
-from warm import run_script
 
 import ckpt_storage
 
