@@ -794,7 +794,7 @@ _COMMIT_MUTANTS = [
         "commit/slotlog.py",
         "return holder, holder.write_id == record.write_id",
         "return holder, holder.save_id == record.save_id",
-        [_COMMIT, _UPKEEP],
+        [f"{_COMMIT}::test_of_two_equal_records_only_the_first_takes_the_slot"],
     ),
     Mutant(
         "commit/slotlog.py",
@@ -812,13 +812,15 @@ _COMMIT_MUTANTS = [
         "commit/slotlog.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
-        [_DAMAGED, "tests/stores/test_bounded_reads.py"],
+        [
+            "tests/stores/test_bounded_reads.py::test_a_reference_beyond_the_ceiling_is_refused_before_the_read"
+        ],
     ),
     Mutant(
         "commit/cleaning.py",
         "if now_s - time_s >= min_age_s]",
         "if now_s >= time_s]",
-        [f"{_UPKEEP}::test_age_is_told_by_the_storages_clock"],
+        [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
         "commit/cleaning.py",
