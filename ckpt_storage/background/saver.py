@@ -55,13 +55,13 @@ class AsyncSaver:
     """Saves in the background, in order; a context manager that every rank of the group makes.
 
     `save` copies the state into reused host memory and returns; the rest happens in a thread, or
-    in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
+    in a worker process of this rank. Saves of one saver commit in the order of their calls.
     No collective runs on any process group, and every wait has a deadline. If a worker is killed, a
     rank dies or a storage hangs, the save fails with an error that names it; training can go on.
 
     Args:
-        process_group: the ranks that save; default: the default group; without one, this process.
-        mode: "process": each rank spawns a worker now, and a new one after that has died. The
+        process_group: the ranks that save; default: the default group, else this process.
+        mode: "process": each rank starts a worker now, and another worker if that dies. The
             trainer makes the local plan and copies the state; the worker writes it, and the worker
             of rank 0 also makes the global plan and commits. A consolidation runs in the trainer,
             in the saver's thread. If a worker is killed before its shard is written, or the worker

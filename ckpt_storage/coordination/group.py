@@ -16,7 +16,7 @@ from ckpt_storage.options import Timeouts
 from .failures import add_context, as_checkpoint_errors
 from .keyvalue import KeyValues, LostStoreError, StoreClient
 from .lane import Lane
-from .liveness import Heartbeats
+from .liveness import Heartbeats, heartbeat_keys
 from .operation import Operation
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class _Lanes:
 
         For example, one rank calls `save` and another `save_async`.
         """
+        heartbeats = heartbeat_keys(self.client)
         with suppress(LostStoreError):
             for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
                 here = self.by_name.get(name)
@@ -55,7 +56,7 @@ class _Lanes:
                     continue
                 number = (here.lane.number if here else 0) + 1
                 for rank in ranks[:_MAX_LOOKUPS]:
-                    beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
+                    beat = heartbeats.get(f"{session.decode()}/{rank}", timeout_s)
                     if beat is not None and Heartbeats.number_of(beat) == number:
                         return (
                             f"; rank {self.global_ranks[rank]} waits in another operation of this "
@@ -87,10 +88,9 @@ class RankGroup:
         self._lock = threading.Lock()
 
     @classmethod
-    def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
-        """Return this process as the only rank, or as a rank that shares no store with others."""
-        keys = KeyValues(StoreClient(_no_store), "")
-        return cls(Lane(keys, rank=rank, names=range(world_size)))
+    def alone(cls) -> RankGroup:
+        """Return this process as the only rank."""
+        return cls(Lane(KeyValues(StoreClient(_no_store), ""), rank=0, names=range(1)))
 
     @classmethod
     def of(

@@ -61,8 +61,6 @@ class Member:
         In a commit whose outcome cannot be seen, raises `UndecidedError`.
         """
         rounds, phases = self._rounds, self._rounds.phases
-        if rounds.lane.world_size == 1:
-            return None
         release: Release | None = None
         can_extend = not rounds.is_commit
         while release is None:

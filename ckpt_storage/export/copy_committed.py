@@ -86,12 +86,16 @@ class CopyOfCommitted(Copy):
         self._ticket = replace(ticket, last_slot=target_log.last_slot, previous=previous)
         sends = [partial(self._send_rank, reference) for reference in manifest.ranks]
         self._ranks = self.context.at_once("copy rank manifests", sends)
-        if not is_resumed:
-            return ResumeState()
-        # The process of the earlier copy is dead, or the abort ends it: the later copy resumes.
-        attempt_files.abort_uploads(store, names.save_folder(self.save_id))
         files = {at: self._renamed_ref(file) for at, (file, _) in enumerate(manifest.files)}
-        return ResumeState(done=self.context.there(files))
+        done, whole = dict[int, FileRef](), dict[int, str]()
+        if is_resumed:
+            # The process of the earlier copy is dead, or the abort ends it: the later copy resumes.
+            attempt_files.abort_uploads(store, names.save_folder(self.save_id))
+            done = self.context.there(files)
+        is_checked = self.spec.copies == "auto" and store.capabilities.copies_with_checksum
+        if is_checked and store.can_copy_objects_of(self.context.source):
+            whole = {at: manifest.files[at][0].path for at in files.keys() - done.keys()}
+        return ResumeState(done=done, whole=whole)
 
     def publish(self, made: WriteSummary) -> None:
         """Commit, and publish `.metadata`, also for a copy that was interrupted between the two."""

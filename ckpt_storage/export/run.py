@@ -54,19 +54,19 @@ def run(operation: Operation, spec: ExportSpec, make_export: ExportFactory[R]) -
         # As long as bytes move.
         operation.phase(phase, NEVER_S, total_bytes=total_bytes)
         limit_s: float = getattr(spec.timeouts, phase)
-        context.begin(stalling_deadline(phase, limit_s, operation.what, beside=operation))
+        context.begin(stalling_deadline(phase, limit_s, operation.what, parent=operation))
 
     start_s = time.monotonic()
     context = ExportContext(spec)
     try:
         begin(spec.first_phase(is_alone=operation.world_size == 1))
-        with context.deadline.governs(operation.what):
+        with context.deadline.annotate_errors(operation.what):
             export, taken = _agree(operation, context, make_export)
         operation.save_id = operation.save_id or export.save_id
         own_bytes = sum(region.size_bytes for region in export.plan.regions_of(operation.rank))
         begin(spec.phase, own_bytes)
         export.source.store = context.source
-        with context.deadline.governs(operation.what):
+        with context.deadline.annotate_errors(operation.what):
             made = _made(operation, export, taken, own_bytes)
             report = None
             if operation.is_coordinator:

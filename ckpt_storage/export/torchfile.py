@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 
 from ckpt_storage import errors
 from ckpt_storage.format.boxes import Box
@@ -113,6 +114,11 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
         if not isinstance(value, torch.Tensor):
             source.values[fqn] = value
             continue
+        if isinstance(value, DTensor):
+            what = f"holds {fqn} as a DTensor, of which it has the part of one rank"
+            step = "Load it on all ranks with the library that saved it, and save it anew; for "
+            step += "torch_checkpointing, convert_from_native of its integration does so."
+            raise _refused(shown, what, step)
         dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
         if value.numel():
             record: _Record | None = getattr(value.untyped_storage(), "record", None)

@@ -118,7 +118,7 @@ class FileWriter:
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
             # Others must hear why their parts are refused.
-            self._context.deadline.watch.failed(error)
+            self._context.deadline.monitor.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -187,6 +187,10 @@ class FileWriter:
                 refused.append(whole)
                 return
             raise explained(error, [_place_of(path, file)], self._export.source) from error
+        if crc32c is None and self._able.copies_with_checksum:
+            # An emulator that computes none: the bytes are read, checked and sent.
+            refused.append(whole)
+            return
         # Without a report only the length was checked.
         crc32c = file.crc32c if crc32c is None else crc32c
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
@@ -262,7 +266,7 @@ class FileWriter:
         deadline.check(f"Writing {job.file.name}")
         if not (self._copies and self._copied(job, start, stop)):
             self._streamed(job, start, stop)
-        deadline.watch.advanced(stop - start)
+        deadline.monitor.advanced(stop - start)
         self._export.on_bytes(stop - start)
         with self._lock:
             job.left_bytes -= stop - start
@@ -290,7 +294,8 @@ class FileWriter:
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
         number, is_last = start // region.part_bytes, stop == region.file_bytes
-        job.upload.write_part(number, start, [window], last=is_last)
+        crc32c = joined(spans)[2]
+        job.upload.write_part(number, start, [window], last=is_last, crc32c=crc32c)
         self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
@@ -419,7 +424,7 @@ class FileWriter:
     def _seal(self, at: int, sealed: Sealed) -> None:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._context.deadline.watch.advanced(file_count=1)
+        self._context.deadline.monitor.advanced(file_count=1)
 
 
 def _place_of(path: str, file: OutFile) -> ChunkPlace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 from crc32c import crc32c as _crc32c
@@ -29,6 +29,11 @@ def crc32c_of(data: Buffer, crc: int = 0) -> int:
     `data` is any C-contiguous buffer. Other Python threads may run meanwhile.
     """
     return _crc32c(data, crc, memoryview(data).nbytes > _KEEP_LOCK_BYTES)
+
+
+def crc32c_of_all(views: Sequence[memoryview]) -> int:
+    """Return the CRC-32C of consecutive views."""
+    return reduce(lambda crc, view: crc32c_of(view, crc), views, 0)
 
 
 def first_wrong_block(
@@ -60,22 +65,34 @@ class BlockHasher:
         self._crcs: array[int] = array("I")
         self._crc = self._filled_bytes = 0
 
-    def update(self, data: Buffer) -> None:
-        """Append a C-contiguous buffer of any element type to the payload."""
+    def update(self, data: Buffer) -> int:
+        """Append a C-contiguous buffer of any element type to the payload; return its CRC-32C.
+
+        Each byte is hashed once: the result is combined from those of the blocks.
+        """
         view = memoryview(data)
         if not view.nbytes:
             # A view with a zero in its shape cannot be cast.
-            return
+            return 0
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
-        while view:
-            piece = view[: self._block_bytes - self._filled_bytes]
-            self._crc = crc32c_of(piece, self._crc)
-            self._filled_bytes += len(piece)
-            if self._filled_bytes == self._block_bytes:
+        size = self._block_bytes
+        # The end of a block that an earlier buffer began.
+        head_bytes = min(-self._filled_bytes % size, len(view))
+        head = crc32c_of(view[:head_bytes])
+        if head_bytes:
+            self._crc = combine(self._crc, head, head_bytes)
+            self._filled_bytes += head_bytes
+            if self._filled_bytes == size:
                 self._crcs.append(self._crc)
                 self._crc = self._filled_bytes = 0
-            view = view[len(piece) :]
+        rest_bytes, mode = len(view) - head_bytes, size > _KEEP_LOCK_BYTES
+        crcs = [_crc32c(view[at : at + size], 0, mode) for at in range(head_bytes, len(view), size)]
+        rest = combine_blocks(crcs, size, rest_bytes)
+        if rest_bytes % size:
+            self._crc, self._filled_bytes = crcs.pop(), rest_bytes % size
+        self._crcs.extend(crcs)
+        return combine(head, rest, rest_bytes) if head_bytes else rest
 
     def finish(self) -> array[int]:
         """Return the checksums of all blocks (type code "I"), and begin a new payload."""
@@ -92,7 +109,7 @@ def combine(crc_a: int, crc_b: int, length_b: int) -> int:
 
     As `crc32_combine` of zlib (Mark Adler): that of A times x^(8 length_b), plus that of B.
     """
-    return _multiply(_power(length_b), crc_a) ^ crc_b
+    return _multiply(_power(length_b), crc_a) ^ crc_b if crc_a else crc_b
 
 
 def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:

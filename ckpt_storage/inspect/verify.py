@@ -101,7 +101,7 @@ def verify(  # the public surface, all keyword-only
     deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     ranges = _reader(store, thread_count, memory_limit_bytes)
-    with deadline.governs(what):
+    with deadline.annotate_errors(what):
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
@@ -136,7 +136,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
     raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
     check = _Check(_reader(store), is_deep=deep, is_strict=True, part=number, part_count=count)
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         try:
             check.run()
         except IntegrityError as error:
@@ -149,7 +149,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
 
 def part_bytes(store: Store, count: int) -> list[int]:
     """Return how many bytes a deep check of each part reads; 0 for what another tool wrote."""
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         files = () if head is None else read_manifest(store, head).files
     return [sum(part.values()) for part in divided(files, count)]

@@ -286,7 +286,7 @@ class SharedReads:
                 phase=self._deadline.phase,
                 next_step="See the log of that rank.",
             )
-        self._deadline.watch.failed(error)
+        self._deadline.monitor.failed(error)
 
     def _move(self, unit: Unit, buffer: memoryview) -> None:
         """Read an own unit, copy it to the targets and send it; or receive, check and copy it."""
@@ -313,7 +313,7 @@ class SharedReads:
                 if rank != self._order.rank:
                     self._peers.send(rank, buffer, tag, self._deadline)
         else:
-            self._deadline.watch.advanced(len(buffer))
+            self._deadline.monitor.advanced(len(buffer))
 
     def _check_received(self, owner: int, want: ChunkRead, start: int, part: memoryview) -> None:
         """Check a piece that a peer sent; read it from the storage if its checksum differs."""

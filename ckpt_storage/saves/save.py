@@ -234,7 +234,7 @@ def run_save(
             job = replace(job, slot=info.slot)
             return _consolidated(operation, job, info, in_background=in_background)
     finally:
-        if operation is not None and operation.save_id is not None and operation.is_void:
+        if operation is not None and operation.save_id is not None and operation.must_discard:
             session.discard(operation.save_id, is_whole=True)
 
 
@@ -275,7 +275,7 @@ def _write_and_commit(
             cause=cause,
             storage="absent" if info is None else "committed",
         )
-        operation.is_void = outcome.discards and operation.save_id is not None
+        operation.must_discard = outcome.discards and operation.save_id is not None
         if outcome.action == "raise":
             raise
         reason = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"

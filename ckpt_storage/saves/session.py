@@ -155,7 +155,7 @@ class SaveSession:
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
-        with deadline.governs(f"Beginning a save to {self.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Beginning a save to {self.url}", rank=self._error_rank):
             store = self._store.bounded(deadline)
             if world_size > 1 and not store.capabilities.shared:
                 raise InvalidInputError(
@@ -221,12 +221,12 @@ class SaveSession:
         deadline: Deadline,
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
             shards, unsafe = list[WrittenShard](), dict[str, str]()
             plans = split_plan(plan, ticket.groups)
             if plans:
-                deadline.watch.expect(byte_count)
+                deadline.monitor.expect(byte_count)
                 with reporting(
                     options.progress,
                     phase="write",
@@ -361,7 +361,7 @@ class SaveSession:
     ) -> RankReport:
         """Write the rank manifest of shard files; durable on return."""
         store = self._store.bounded(deadline)
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             return self._put_manifest(store, ticket, shards)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
@@ -406,7 +406,7 @@ class SaveSession:
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
         assert ticket is not None  # noqa: S101  # it has written its files
         try:
-            with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
+            with deadline.annotate_errors(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
                     ticket,

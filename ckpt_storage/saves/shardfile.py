@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
+from ckpt_storage.format.crc import BlockHasher, crc32c_of
 from ckpt_storage.format.rank_manifest import COLUMNS, ShardFile, Vocabulary
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.store.deadline import Deadline
@@ -53,10 +53,7 @@ class ShardFileWriter:
         self._frame: list[bytes] = []
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
-        # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
-        self._crcs: list[int] = []
         self._rows: list[_Row] = []
-        self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
@@ -82,19 +79,11 @@ class ShardFileWriter:
     def payload(self, views: Iterable[memoryview]) -> None:
         """Append one payload, as consecutive byte views."""
         self._end_frame()
-        start = self.position
-        hasher = BlockHasher(self.block_bytes)
+        blocks = BlockHasher(self.block_bytes)
         for view in views:
-            # Hash and queue in bounded steps, so that sending starts before a huge view is hashed.
-            for at in range(0, len(view), self.part_bytes):
-                piece = view[at : at + self.part_bytes]
-                hasher.update(piece)
-                self.position += len(piece)
-                self._writer.write(piece)
-        blocks, length = hasher.finish(), self.position - start
-        self.block_crcs.extend(blocks)
-        self._crcs.append(combine_blocks(blocks, self.block_bytes, length))
-        self._lengths.append(length)
+            self._writer.write(view, blocks)
+            self.position += len(view)
+        self.block_crcs.extend(blocks.finish())
 
     def _end_frame(self) -> None:
         data = b"".join(self._frame)
@@ -107,17 +96,14 @@ class ShardFileWriter:
         data = b"".join(self._gathered)
         self._gathered.clear()
         self._gathered_bytes = 0
-        if data:
-            # A second pass over these bytes costs less than combining checksums of many pieces.
-            self._crcs.append(crc32c_of(data))
-            self._lengths.append(len(data))
-            self._writer.write(memoryview(data))
+        # A second pass over these bytes costs less than combining checksums of many pieces.
+        self._writer.write(memoryview(data))
 
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C."""
         self._end_frame()
         self._writer.complete()
-        return self.position, combine_many(self._crcs, self._lengths)
+        return self.position, self._writer.crc32c
 
     def append(self, item: Item) -> None:
         """Append one item."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
 
-from .threads import moved
+from .threads import report_progress
 
 Buffers: TypeAlias = Sequence[memoryview]
 """Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
@@ -49,6 +49,7 @@ class Capabilities:
     has_temporary_files: uploads are temporary files beside their target, which `list_uploads` finds
         with the time of their last change, and `abort_upload` removes.
     copies_objects: `copy_object` copies whole objects.
+    copies_with_checksum: `copy_object` returns the CRC-32C of the copy.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); None: it copies nothing.
     """
@@ -72,6 +73,7 @@ class Capabilities:
     lists_uploads: bool = False
     has_temporary_files: bool = False
     copies_objects: bool = False
+    copies_with_checksum: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
 
@@ -102,10 +104,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part that the storage has taken; JSON, so that it travels between processes.
+    """One part of an upload; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; S3 wants them without a gap.
-    receipt: what the storage needs back at the end. crc32c: of a copied part, from the storage.
+    number: from 0, ascending with the offsets; S3 requires them without a gap.
+    receipt: what `put_part` returned and `complete_upload` needs.
+    crc32c: CRC-32C of the bytes, of a copied part as the storage reports it; None: not computed.
     """
 
     number: int
@@ -273,12 +276,12 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Store one part and return a receipt. The same part may come again with the same bytes.
 
-        A storage that cannot take it again raises `StorageError(retryable=False)` then.
+        A storage that verifies CRC-32C gets `part.crc32c`, if it is known, so that it refuses bytes
+        that changed since. A storage that cannot take a part twice raises
+        `StorageError(retryable=False)` then.
         """
 
     @abc.abstractmethod
@@ -323,9 +326,9 @@ class Backend(abc.ABC):
         """Delete a folder and all below it."""
         paths = (info.path for info in self.list(path, recursive=True))
         while page := tuple(itertools.islice(paths, DELETE_COUNT)):
-            moved()
+            report_progress()
             self.delete(page)
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of that version, in one step of the storage.

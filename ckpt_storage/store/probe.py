@@ -54,7 +54,7 @@ def find_all_abilities(store: Store) -> Abilities:
 def create_new(store: Store, path: str, data: bytes) -> None:
     """Create an object in the way that the storage was seen to have; see `Store.create`."""
     if find_abilities(store).create_problem:
-        store.create_alone(path, data)
+        store.create_unguarded(path, data)
         return
     try:
         store.create(path, data)

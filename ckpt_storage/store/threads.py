@@ -41,14 +41,14 @@ _serving = threading.local()
 
 
 def halt_threads() -> None:
-    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+    """Let daemon threads that come to a call here, or to `park_if_exiting`, stay there for good.
 
     As the interpreter ends, one that returns from C++ would take the process down.
     """
     _HALT.set()
 
 
-def halted() -> None:
+def park_if_exiting() -> None:
     """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
     if _HALT.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
@@ -59,7 +59,7 @@ def abandoned_thread_count() -> int:
     return len(_ABANDONED)
 
 
-def moved() -> None:
+def report_progress() -> None:
     """Report progress, such as a page or a deletion: restart the timeout of this thread's call.
 
     For backends, after each request of a call that makes many. Does nothing outside a call. Raises
@@ -69,7 +69,7 @@ def moved() -> None:
     if worker is not None:
         if worker.is_abandoned:
             raise AbandonedError("Nobody waits for this call any more.")
-        worker.moved_s = max(worker.moved_s, time.monotonic())
+        worker.progress_s = max(worker.progress_s, time.monotonic())
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -95,7 +95,7 @@ class _Worker(threading.Thread):
         self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.is_abandoned = False
         self.what = ""
-        self.moved_s = 0.0
+        self.progress_s = 0.0
         self._lock = threading.Lock()
         start_thread(self)
 
@@ -170,19 +170,20 @@ class TimedPool:
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
 
-        They count from the last `moved`; `most_s` is the limit of it all. Raises `AbandonedError`
-        when time is up, retryable if `repeatable`, or soon after `cancelled` returned True.
+        Each `report_progress` restarts them; `most_s` limits the whole call. Raises
+        `AbandonedError` at the timeout, retryable if `repeatable`, or soon after `cancelled`
+        returned True.
         """
-        halted()
+        park_if_exiting()
         worker = self._take()
-        worker.moved_s, worker.what = time.monotonic(), what
-        last_s = worker.moved_s + most_s
+        worker.progress_s, worker.what = time.monotonic(), what
+        last_s = worker.progress_s + most_s
         worker.calls.put(call)
         is_cancelled = False
         try:
             while True:
-                moved_s = worker.moved_s
-                left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
+                progress_s = worker.progress_s
+                left_s = min(progress_s + timeout_s, last_s) - time.monotonic()
                 wait_s = max(0.0, left_s if cancelled is None else min(LOOK_S, left_s))
                 wake_s = time.monotonic() + wait_s
                 try:
@@ -191,9 +192,9 @@ class TimedPool:
                 except queue.Empty:
                     # A process that was stopped, or held up, could not serve the call either.
                     stall_s = _stall_since(wake_s)
-                    last_s, worker.moved_s = last_s + stall_s, worker.moved_s + stall_s
+                    last_s, worker.progress_s = last_s + stall_s, worker.progress_s + stall_s
                     is_cancelled = cancelled is not None and cancelled()
-                    is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
+                    is_late = time.monotonic() >= min(worker.progress_s + timeout_s, last_s)
                 if (is_late or is_cancelled) and worker.abandon():
                     break
         except BaseException:

@@ -222,7 +222,7 @@ class _Ranges:
         if self._buffer is not None:
             run.buffers.append(self._buffer)
         length = read.stop - read.start
-        run.deadline.watch.advanced(length)
+        run.deadline.monitor.advanced(length)
         run.on_bytes(length)
 
     def _pieces(self, read: RangeRead, view: memoryview) -> Iterator[Range]:

@@ -128,7 +128,7 @@ class Workers:
         stuck = self._stuck(min(end, begin + _REPORT_S))
         if stuck and isinstance(error, CheckpointError):
             # Other ranks must not wait for what hangs here; and requests are given up now.
-            self._deadline.watch.failed(error)
+            self._deadline.monitor.failed(error)
         stuck = self._stuck(end)
         if stuck and error is not None:
             error.add_note(

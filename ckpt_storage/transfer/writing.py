@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.crc import BlockHasher, combine, crc32c_of
 from ckpt_storage.options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
@@ -92,7 +93,7 @@ class ObjectWriter:
     Where a request costs a round trip, or several local writes were asked for, threads send the
     parts; else the caller's own does, while the bytes are still in the processor's cache. All
     transfers of the process together take at most `memory_limit_bytes`. What is written must stay
-    as it is until `complete` returns.
+    as it is until `complete` returns: each part goes with a checksum that is computed once, here.
     """
 
     def __init__(  # call sites name all of them
@@ -108,7 +109,7 @@ class ObjectWriter:
         capabilities = store.capabilities
         self.part_bytes = part_bytes_for(capabilities, options, planned_bytes)
         self._part: list[memoryview] = []
-        self._part_size = 0
+        self._part_size = self._part_crc = 0
         self._what = f"Writing {path}"
         self._limit_bytes = options.memory_limit_bytes
         self._cost_bytes = self.part_bytes * copies_of(capabilities)
@@ -116,6 +117,8 @@ class ObjectWriter:
         self._on_bytes = on_bytes
         self._part_count = 0
         self._sent_bytes = 0
+        # Of what was sent; at the end of the whole object.
+        self.crc32c = 0
         self._claimed_bytes = 0
         most = options.thread_count if capabilities.parallel_parts else 1
         most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
@@ -127,8 +130,11 @@ class ObjectWriter:
                 most, name=f"write {path}", deadline=deadline, limit=self._pacer.limit
             )
 
-    def write(self, view: memoryview) -> None:
-        """Append bytes. Waits until there is memory for them; raises what sending a part raised."""
+    def write(self, view: memoryview, blocks: BlockHasher | None = None) -> None:
+        """Append bytes, which `blocks` hashes too, if passed: those of one payload.
+
+        Waits until there is memory for them; raises what sending a part raised.
+        """
         while len(view):
             if self._part_size == self.part_bytes:
                 self._send(last=False)
@@ -139,21 +145,25 @@ class ObjectWriter:
                 self._claimed_bytes = self._cost_bytes
             room = self.part_bytes - self._part_size
             piece, view = view[:room], view[room:]
+            crc32c = crc32c_of(piece) if blocks is None else blocks.update(piece)
             self._part.append(piece)
             self._part_size += len(piece)
+            self._part_crc = combine(self._part_crc, crc32c, len(piece))
 
     def _send(self, *, last: bool) -> None:
         views, size_bytes = self._part, self._part_size
         self._part, self._part_size = [], 0
+        part_crc, self._part_crc = self._part_crc, 0
+        self.crc32c = combine(self.crc32c, part_crc, size_bytes)
         number, offset = self._part_count, self._sent_bytes
         claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
         self._part_count += 1
         self._sent_bytes += size_bytes
 
         def send() -> None:
-            self._upload.write_part(number, offset, views, last=last)
+            self._upload.write_part(number, offset, views, last=last, crc32c=part_crc)
             self._pacer.succeeded()
-            self._deadline.watch.advanced(size_bytes)
+            self._deadline.monitor.advanced(size_bytes)
             self._on_bytes(size_bytes)
 
         def end() -> None:
@@ -178,7 +188,7 @@ class ObjectWriter:
         if self._workers is not None:
             self._workers.drain()
         self._upload.complete(self._sent_bytes)
-        self._deadline.watch.advanced(file_count=1)
+        self._deadline.monitor.advanced(file_count=1)
         self._stop()
 
     def abort(self) -> None:

@@ -9,7 +9,14 @@ from dcp_cases import same, seeded
 from servers import Running
 
 import ckpt_storage
-from ckpt_storage import copy, open_checkpoint, thin, verify
+from ckpt_storage import (
+    CheckpointError,
+    IntegrityError,
+    copy,
+    open_checkpoint,
+    thin,
+    verify,
+)
 from ckpt_storage.store import Location, open_store
 
 KEPT: dict[str, Any] = {"model": seeded(1, 300, 500)}
@@ -44,3 +51,32 @@ def test_no_byte_of_a_file_that_stays_whole_is_sent(
         assert verify(url, storage_options=options).ok
     store = open_store(Location.of(whole, options))
     assert {one.path.split("/")[1] for one in store.list("saves")} == {thinned.save_id}
+
+
+def test_a_copy_within_a_bucket_of_gcs_sends_no_byte(gcs_root: Running) -> None:
+    """The service copies each object and reports the checksum of its content."""
+    options = dict(gcs_root.storage_options)
+    run, target = f"{gcs_root.url}/run", f"{gcs_root.url}/copy"
+    ckpt_storage.save(WHOLE, run, storage_options=options)
+    report = copy(run, target, storage_options=options)
+    assert (report.read_bytes, report.sent_bytes) == (0, 0)
+    assert report.copied_bytes == report.total_bytes
+    assert same(found_at(target, options), WHOLE)
+    sent = copy(run, f"{gcs_root.url}/again", storage_options=options, copies="never")
+    assert (sent.copied_bytes, sent.sent_bytes) == (0, sent.total_bytes)
+
+
+def test_a_damaged_object_of_gcs_is_not_copied(gcs_root: Running) -> None:
+    """The reported checksum is compared with that of the checkpoint."""
+    options = dict(gcs_root.storage_options)
+    run, target = f"{gcs_root.url}/run", f"{gcs_root.url}/copy"
+    ckpt_storage.save(WHOLE, run, storage_options=options)
+    store = open_store(Location.of(run, options))
+    (shard,) = (info.path for info in store.list("saves") if info.path.endswith(".distcp"))
+    data = bytearray(store.get(shard).data)
+    data[-500] ^= 1
+    store.replace(shard, bytes(data))
+    with pytest.raises(IntegrityError, match="other bytes than the checkpoint says"):
+        copy(run, target, storage_options=options)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(target, storage_options=options)

@@ -19,10 +19,10 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Backend, Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import check_copied
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 log = logging.getLogger("ckpt_storage")
 
@@ -142,16 +142,13 @@ class AzureBackend(clouds.CloudBackend):
         """Draw a random text; nothing is sent."""
         return os.urandom(8).hex()
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Put Block, under a name that no other upload of this path uses."""
         body = b"".join(data)
         # All names of one blob's blocks must be of one length.
-        block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
-        part = io.BytesIO(body)
+        block_id = base64.b64encode(f"{token}-{part.number:06d}".encode()).decode()
         checked = {"length": len(body), "validate_content": True}
-        self._run(self._ask, "stage_block", path, block_id, part, **checked)
+        self._run(self._ask, "stage_block", path, block_id, io.BytesIO(body), **checked)
         return block_id
 
     def complete_upload(
@@ -189,7 +186,7 @@ class AzureBackend(clouds.CloudBackend):
             made = self._run(self._ask, "get_blob_properties", path)
             if made.copy.status != "pending":
                 break
-            moved()
+            report_progress()
             time.sleep(_COPY_LOOK_S)
         if made.copy.status != "success":
             what = f"The copy to {path} ended: {made.copy.status} {made.copy.status_description}."

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -22,9 +21,10 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
+from .client_registry import ForeignFs
+from .clients import ClientBackend
 
 WRITE_ID = "ckpt-write-id"
 """Metadata that distinguishes one attempt to write a key from another."""
@@ -180,7 +180,7 @@ class CloudBackend(ClientBackend):
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
         """Delete on condition; a refusal is held against what is there: it may be gone."""
@@ -206,7 +206,7 @@ class CloudBackend(ClientBackend):
         below, more = self._name(f"{prefix}/" if prefix else ""), None
         while True:
             page, more = self._run(self._page, below, more, recursive=recursive)
-            moved()
+            report_progress()
             yield page
             if not more:
                 return
@@ -225,7 +225,7 @@ class CloudBackend(ClientBackend):
         answer = answer_in(error)
         return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:
@@ -252,11 +252,6 @@ def range_header(start: int, length: int) -> str:
 def client_timeouts(request_s: float) -> tuple[float, float]:
     """Return how long a client waits for a connection, and for more of an answer (seconds)."""
     return min(10.0, request_s), min(60.0, request_s)
-
-
-def checksum_of(data: Buffers) -> str:
-    """Return the CRC-32C of consecutive buffers, spelt for a header or a document."""
-    return encoded(functools.reduce(lambda known, view: crc32c_of(view, known), data, 0))
 
 
 def encoded(crc32c: int) -> str:

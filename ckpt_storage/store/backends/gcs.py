@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.crc import combine_many, crc32c_of
+from ckpt_storage.format.crc import combine_many, crc32c_of, crc32c_of_all
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
@@ -27,10 +27,10 @@ from ckpt_storage.store.problems import (
     stuck,
     unless_absent,
 )
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
@@ -51,6 +51,7 @@ class GcsBackend(clouds.CloudBackend):
         part_multiple_bytes=256 * KIB,
         last_part_publishes=True,
         copies_objects=True,
+        copies_with_checksum=True,
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
@@ -91,7 +92,7 @@ class GcsBackend(clouds.CloudBackend):
     ) -> None:
         """Send the form with two parts, as emulators ignore the condition in the plain one."""
         # It refuses a body that has another.
-        checksum = {"crc32c": clouds.checksum_of(data)}
+        checksum = {"crc32c": clouds.encoded(crc32c_of_all(data))}
         described = json.dumps({"name": self._name(path), **checksum, **_metadata(write_id)})
         head = (
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
@@ -147,11 +148,9 @@ class GcsBackend(clouds.CloudBackend):
         self._sessions[session] = 0, None
         return session
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Send what the session does not hold yet; the last bytes end it and show the object."""
-        body = memoryview(b"".join(data))
+        body, offset = memoryview(b"".join(data)), part.offset
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
@@ -164,7 +163,7 @@ class GcsBackend(clouds.CloudBackend):
             if kept <= start and whole is None:
                 raise stuck(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, whole
-        return str(crc32c_of(body))
+        return str(crc32c_of(body) if part.crc32c is None else part.crc32c)
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
@@ -198,7 +197,10 @@ class GcsBackend(clouds.CloudBackend):
         )
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Rewrite, which the service may want called again and again, with the token of before."""
+        """Send Rewrite requests, each with the token of the response before, until it is done.
+
+        "Objects: rewrite" returns the metadata of the copy, whose crc32c is that of its content.
+        """
         address = f"{self._objects}/{quote(source.address, safe='')}/rewriteTo"
         address += f"{self._address(path).removeprefix('/storage/v1')}"
 
@@ -208,7 +210,7 @@ class GcsBackend(clouds.CloudBackend):
 
         answer = self._run(rewrite, {})
         while not answer["done"]:
-            moved()
+            report_progress()
             answer = self._run(rewrite, {"rewriteToken": answer["rewriteToken"]})
         made = answer["resource"]
         check_copied(source, int(made["size"]), size_bytes)

@@ -30,9 +30,10 @@ from ckpt_storage.store.backend import (
 )
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import is_absence, stuck, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
+from .client_registry import ForeignFs
+from .clients import ClientBackend
 from .drafts import draft_name, is_draft_name, target_path
 
 log = logging.getLogger("ckpt_storage")
@@ -42,6 +43,9 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "smb": {"share_access": "rwd"},
 }
 """Options of file systems, by scheme, where the caller gave none."""
+
+_HUB_KINDS = frozenset({"buckets", "datasets", "spaces"})
+"""What paths on the Hugging Face Hub begin with, but those of models."""
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
@@ -84,11 +88,11 @@ class FsspecBackend(ClientBackend):
         self._writings: dict[str, _Writing] = {}
 
     def stat(self, path: str) -> ObjectInfo:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
                 return Content(data=self._range(fs, path, 0, max_bytes + 1))
@@ -96,7 +100,7 @@ class FsspecBackend(ClientBackend):
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Ask for the size, then for each range; its bytes are copied once."""
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             for start, view in ranges:
                 stop = min(start + view.nbytes, size_bytes)
@@ -118,7 +122,7 @@ class FsspecBackend(ClientBackend):
         token = self.begin_upload(path, write_id="", copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
-            self.put_part(path, token, 0, 0, data, last=True)
+            self.put_part(path, token, part, data, last=True)
             self.complete_upload(path, token, [part], write_id="")
         except BaseException:
             with contextlib.suppress(Exception):
@@ -126,9 +130,9 @@ class FsspecBackend(ClientBackend):
             raise
 
     def delete(self, paths: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             for path in paths:
-                moved()
+                report_progress()
                 _remove(fs, self._full(path))
 
     def delete_folder(self, path: str) -> None:
@@ -146,12 +150,12 @@ class FsspecBackend(ClientBackend):
         if unsafe:
             log.warning("%r: names such as %r are not deleted", path, unsafe[0])
             return
-        with self._turn() as fs, unless_absent():
+        with self._borrowed_client() as fs, unless_absent():
             if not has_magic(full):
                 fs.rm(full, recursive=True)
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             self._check_share(fs)
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
@@ -165,24 +169,22 @@ class FsspecBackend(ClientBackend):
         folder, slash, name = path.rpartition("/")
         # fsspec would take some names for patterns.
         token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
-        own = self._take()
+        own = self._acquire()
         try:
             stream = own.open(self._full(token), "wb")
         except BaseException:
-            self._give_back(own, is_sound=False)
+            self._release(own, healthy=False)
             raise
         self._writings[token] = _Writing(fs=own, stream=stream)
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Append the part. What a failed write leaves is unknown, so it is the last one."""
         writing = self._writings.get(token)
         if writing is None:
             raise stuck(path, "is over, or another process began it")
-        writing.check(path, offset, f"got the part at byte {offset} out of its turn")
-        writing.problem = f"was cut off within the part at byte {offset}"
+        writing.check(path, part.offset, f"got the part at byte {part.offset} out of its turn")
+        writing.problem = f"was cut off within the part at byte {part.offset}"
         with writing.using:
             try:
                 for view in data:
@@ -210,15 +212,15 @@ class FsspecBackend(ClientBackend):
             with writing.using:
                 writing.stream.close()
                 self._writings.pop(token, None)
-                self._give_back(writing.fs)
-        with self._turn() as fs:
+                self._release(writing.fs)
+        with self._borrowed_client() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
         if not is_draft_name(token.rpartition("/")[2]):
             raise stuck(path, "has another token")
         self._let_go(token)
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             _remove(fs, self._full(token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -255,11 +257,17 @@ class FsspecBackend(ClientBackend):
             if end is not None and not getattr(writing.stream, "closed", False):
                 with contextlib.suppress(Exception):
                     end()
-        self._give_back(writing.fs)
+        self._release(writing.fs)
 
     @property
     def _bucket(self) -> str:
-        """The host of the URL, if it is the first part of paths: then no folder, but a bucket."""
+        """The host of the URL, if it is the first part of paths: then no folder, but a bucket.
+
+        On the Hugging Face Hub it is the repository: OWNER/NAME, for data sets below `datasets/`.
+        """
+        if self._location.protocol == "hf":
+            parts = self._root.strip("/").split("/")
+            return "/".join(parts[: 3 if parts[0] in _HUB_KINDS else 2])
         host = self._location.target.partition("://")[2].partition("/")[0]
         first = self._root.strip("/").partition("/")[0]
         return host if host == first else ""
@@ -267,9 +275,9 @@ class FsspecBackend(ClientBackend):
     def _may_lack_bucket(self, error: BaseException) -> bool:
         return isinstance(error, FileNotFoundError)
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             fs.info(first)
 
     def _full(self, path: str) -> str:
@@ -309,7 +317,7 @@ class FsspecBackend(ClientBackend):
         above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
-            with self._turn() as fs:
+            with self._borrowed_client() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
                 except Exception as error:

@@ -243,10 +243,8 @@ class LocalBackend(Backend):
         self._drafts[name] = draft
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        self._draft(path, token).write(data, offset)
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        self._draft(path, token).write(data, part.offset)
         return self._receipt
 
     def flush_parts(self, path: str, token: str) -> None:

@@ -125,10 +125,8 @@ class MemoryBackend(Backend):
         _OPEN[token] = {}
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        _pieces(path, token)[number] = b"".join(data)
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        _pieces(path, token)[part.number] = b"".join(data)
         return ""
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:

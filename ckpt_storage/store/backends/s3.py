@@ -13,13 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of_all
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Buffers, CopySource, OpenUpload, Part, PartCopy, Settings
 from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _CHECKSUMS = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "COMPOSITE"}
 _POOL_CONNECTIONS = 64
@@ -96,7 +97,7 @@ class S3Backend(clouds.CloudBackend):
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        bucket, prefix, _ = self._take().split_path(f"{self._root}/")
+        bucket, prefix, _ = self._acquire().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
@@ -152,7 +153,7 @@ class S3Backend(clouds.CloudBackend):
             stat = await self._head(fs, path)
             if stat[2] != terms["IfMatch"]:
                 raise
-            bare = {"IfMatch": _bare(terms["IfMatch"])}
+            bare: dict[str, Any] = {"IfMatch": _bare(terms["IfMatch"])}
             await self._ask_checked(fs, "put_object", data, **named, **bare)
             dialect.has_bare_etags = True
         else:
@@ -203,11 +204,10 @@ class S3Backend(clouds.CloudBackend):
         answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
         return str(answer["UploadId"])
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        part = self._upload(path, token, PartNumber=number + 1)
-        return _receipt(self._run(self._ask_checked, "upload_part", data, **part))
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        asked = self._upload(path, token, PartNumber=part.number + 1)
+        answer = self._run(self._ask_checked, "upload_part", data, crc32c=part.crc32c, **asked)
+        return _receipt(answer)
 
     def copy_source(self, path: str) -> CopySource:
         scope = f"s3 {self.endpoint} {self._place[0]}"
@@ -281,7 +281,13 @@ class S3Backend(clouds.CloudBackend):
         return self._run(self._ask, method, **arguments)
 
     async def _ask_checked(
-        self, fs: ForeignFs, /, method: str, data: Buffers | None, **arguments: Any
+        self,
+        fs: ForeignFs,
+        /,
+        method: str,
+        data: Buffers | None,
+        crc32c: int | None = None,
+        **arguments: Any,
     ) -> Mapping[str, Any]:
         """Send one request with the checksum of its body, or for an upload the wish to have one.
 
@@ -289,7 +295,10 @@ class S3Backend(clouds.CloudBackend):
         """
         body = {} if data is None else {"Body": _ViewsBody(data)}
         if self._dialect.takes_checksums:
-            checksum = _CHECKSUMS if data is None else {"ChecksumCRC32C": clouds.checksum_of(data)}
+            checksum = _CHECKSUMS
+            if data is not None:
+                crc32c = crc32c_of_all(data) if crc32c is None else crc32c
+                checksum = {"ChecksumCRC32C": clouds.encoded(crc32c)}
             try:
                 return await self._ask(fs, method, **body, **arguments, **checksum)
             except Exception as error:

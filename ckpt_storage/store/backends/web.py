@@ -12,7 +12,7 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.store.backend import Buffers, Capabilities, Part
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
 
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 from .clouds import (
     Body,
     CloudBackend,
@@ -124,10 +124,8 @@ class WebBackend(CloudBackend):
         del write_id, copies
         raise self._read_only(path)
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> Never:
-        del token, number, offset, data, last
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> Never:
+        del token, part, data, last
         raise self._read_only(path)
 
     def complete_upload(
