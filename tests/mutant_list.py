@@ -671,9 +671,9 @@ _STORE_MUTANTS = [
         [f"{_RETRY}::test_the_timeout_of_a_request_is_not_called_that_of_its_phase"],
     ),
     Mutant(
-        "store/deadline.py",
-        "self._beside.failed(self.failure() or error)",
-        "self._beside.failed(error)",
+        "store/monitor.py",
+        "self._parent.failed(self.failure() or error)",
+        "self._parent.failed(error)",
         ["tests/unit/test_relay.py"],
     ),
     Mutant(
@@ -838,13 +838,13 @@ _COMMIT_MUTANTS = [
         "commit/assembly.py",
         "held and len(held) == len(tensor.boxes):",
         "held:",
-        ["tests/unit/test_assemble.py"],
+        ["tests/ranks/test_dcp_planners.py::test_shards_are_tied_where_all_that_hold_any_agree"],
     ),
     Mutant(
         "commit/assembly.py",
         "if missing or len(reports) != world_size:",
         "if missing:",
-        ["tests/unit/test_assemble.py"],
+        ["tests/unit/test_assemble.py::test_reports_of_another_number_of_ranks_are_refused"],
     ),
     Mutant(
         "commit/report.py",

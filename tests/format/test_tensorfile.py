@@ -71,6 +71,7 @@ def survives_torch(dtype: torch.dtype) -> bool:
     return bool(loaded.dtype == dtype)
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental:UserWarning")
 def test_all_dtypes_that_torch_can_store_are_known() -> None:
     """A dtype is in the table exactly if torch can copy, save and load it, but for newer ones."""
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
