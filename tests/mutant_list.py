@@ -42,6 +42,8 @@ _LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
 _MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_FLIPPED = "tests/api/test_flipped_copies.py"
+_COPY_PART = "tests/api/test_copy_part.py"
 _OVERTAKEN = "tests/protocol/test_overtaken_exports.py"
 _OVERWRITE = "tests/api/test_overwrite.py"
 _POSIX = "tests/protocol/test_posix_faults.py"
@@ -51,6 +53,7 @@ _REMOTE = "tests/stores/test_store_remote_faults.py"
 _REPLACED = "tests/protocol/test_replaced_files.py"
 _RETENTION = "tests/unit/test_retention.py"
 _RETRY = "tests/stores/test_store_retry.py"
+_REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
@@ -493,37 +496,37 @@ _BACKGROUND_MUTANTS = [
 
 _STORE_MUTANTS = [
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "self._posix.fsync(fd)",
         "self._posix.fstat(fd)",
         [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "self._posix.sync_names(self._folder)",
         "self._posix.stat(self._folder)",
         [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
     ),
     Mutant(
-        "store/backends/drafts.py",
-        "if found.st_size != total_bytes:",
-        "if found.st_size > total_bytes:",
+        "store/backends/temp_files.py",
+        "if stat.st_size != total_bytes:",
+        "if stat.st_size > total_bytes:",
         [f"{_POSIX}::test_a_write_that_was_not_carried_out_is_noticed"],
     ),
     Mutant(
-        "store/backends/drafts.py",
-        "if (found.st_dev, found.st_ino) == self._identity:",
-        "if found.st_ino and self._identity:",
+        "store/backends/temp_files.py",
+        "if (target.st_dev, target.st_ino) == self._identity:",
+        "if target.st_ino and self._identity:",
         [f"{_POSIX}::test_a_lost_link_is_not_confused_with_a_backup"],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "if alone and self._user_count:",
         "if alone and self._user_count < 0:",
         [_RETRY, _POSIX],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "{target_name[:_KEPT_NAME_CHARS]}",
         "{target_name}",
         [f"{_LOCAL}::test_a_long_name_leaves_room_for_the_temporary_one"],
@@ -548,8 +551,8 @@ _STORE_MUTANTS = [
     ),
     Mutant(
         "store/backends/local.py",
-        "if max_bytes is not None and found.st_size > max_bytes:",
-        "if max_bytes is not None and found.st_size < 0:",
+        "if max_bytes is not None and stat.st_size > max_bytes:",
+        "if max_bytes is not None and stat.st_size < 0:",
         ["tests/stores/test_bounded_reads.py"],
     ),
     Mutant(
@@ -698,7 +701,7 @@ _TRANSFER_MUTANTS = [
         [f"{_WRITER}::test_a_slow_down_halves_the_number_once_for_all_that_were_under_way"],
     ),
     Mutant(
-        "transfer/pacing.py",
+        "transfer/budget.py",
         "while self._queue[0] is not turn or self.held_bytes",
         "while self.held_bytes",
         [f"{_WRITER}::test_claims_are_served_in_their_order"],
@@ -711,14 +714,14 @@ _TRANSFER_MUTANTS = [
     ),
     Mutant(
         "transfer/ranges.py",
-        "                self.given_up.set()",
-        "                self.given_up.is_set()",
+        "                self.cancelled.set()",
+        "                self.cancelled.is_set()",
         [f"{_TRANSFER}::test_a_failed_load_touches_no_target_after_it_was_raised"],
     ),
     Mutant(
         "transfer/ranges.py",
-        "judged = stop if stop == length else stop - stop % read.block_bytes",
-        "judged = stop",
+        "block_end = stop if stop == length else stop - stop % read.block_bytes",
+        "block_end = stop",
         [f"{_TRANSFER}::test_a_check_gets_whole_blocks"],
     ),
     Mutant(
@@ -969,14 +972,14 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/model.py",
-        "if found.save_id != save_id:",
-        "if not found.save_id:",
+        "if document.save_id != save_id:",
+        "if not document.save_id:",
         [f"{_DAMAGED}::test_a_rank_manifest_of_another_save_is_refused"],
     ),
     Mutant(
         "source/model.py",
-        "if found != wanted or listed != box:",
-        "if found != wanted:",
+        "if actual != expected or listed != box:",
+        "if actual != expected:",
         [f"{_DAMAGED}::test_a_chunk_of_another_shape_is_refused"],
     ),
     Mutant(
@@ -1005,8 +1008,8 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/opening.py",
-        "            if not looks_left:",
-        "            if looks_left:",
+        "            if not attempts_left:",
+        "            if attempts_left:",
         [_OVERWRITE, _REPLACED],
     ),
 ]
@@ -1023,6 +1026,54 @@ _SAVES_MUTANTS = [
         '"committed", "raise with info")',
         '"committed", "return")',
         ["tests/unit/test_save_outcome.py"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "return digest.digest() == known",
+        "return digest.digest() != b''",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "(dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)",
+        "file.payload_bytes[at] == item.payload_bytes",
+        [f"{_REUSE}::test_equal_names_are_not_enough"],
+    ),
+    Mutant(
+        "saves/base.py",
+        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in COPY_REFUSALS:",
+        [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "age >= self._full_every:",
+        "age > self._full_every:",
+        [f"{_REUSE}::test_a_file_is_written_anew_once_so_many_checkpoints_have_it"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "changed.add(key)",
+        "pass",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "unique <= equal",
+        "unique & equal",
+        [f"{_REUSE}::test_a_value_that_is_gone_is_in_no_file"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "and not is_worth(staying - reused)",
+        "and staying == reused",
+        [f"{_REUSE}::test_a_small_value_that_joins_does_not_make_the_others_written"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "return 0 if has_linked else self._count + 1",
+        "return 0",
+        [f"{_REUSE}::test_a_run_of_which_nothing_stays_is_hashed_three_times"],
     ),
     Mutant(
         "saves/shardfile.py",
@@ -1223,7 +1274,16 @@ _EXPORT_MUTANTS = [
         [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
+        "export/write.py",
+        "        self._export.check_held()\n        self._export.prepare_names()",
+        "        self._export.prepare_names()",
+        [_OVERTAKEN],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._export.check_held()\n                upload.complete",
+        "                upload.complete",
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/write.py",
@@ -1326,6 +1386,42 @@ _EXPORT_MUTANTS = [
         "            store.delete(sorted(indexes.intersection(here)))\n",
         "",
         ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._mismatches.append((region, mismatch))\n        self._make_again()\n",
+        "                raise mismatch from None\n",
+        [f"{_FLIPPED}::test_ranks_read_a_wrong_byte_of_a_shared_file_again"],
+    ),
+    Mutant(
+        "export/write.py",
+        "        if crc32c != file.crc32c:\n",
+        "        if crc32c is None:\n",
+        [f"{_COPY_PART}::test_a_wrong_copy_of_the_storage_is_read_and_sent"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "or crc32c not in {None, crc32c_of(data)}:",
+        "or crc32c == -1:",
+        [f"{_FLIPPED}::test_a_copy_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "checks = iter([self._check, self._check_anew])",
+        "checks = iter([self._check, self._check])",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)",
+        "place",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            old |= here & {seal.file.path for seal in seals if seal}\n",
+        "",
+        [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
     ),
     Mutant(
         "export/layout.py",

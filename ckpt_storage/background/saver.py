@@ -180,6 +180,8 @@ class AsyncSaver:
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
         groups: Sequence[str] = DEFAULT_GROUPS,
+        base: str | os.PathLike[str] | None = None,
+        stable: str | Sequence[str] = (),
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -208,9 +210,11 @@ class AsyncSaver:
         options: SaveOptions,
         *,
         block_until_staged: bool,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[SaveOptions], SaveOptions] = lambda options: options,
     ) -> SaveHandle:
-        """Begin a save; `prepare` is called first, and its error fails the save on all ranks.
+        """Begin a save with the options that `prepare` returns, once there is room for it.
+
+        An error of `prepare` fails the save on all ranks.
 
         Errors of earlier saves are kept for `raise_earlier`, `wait` and `close`.
         """
@@ -237,7 +241,7 @@ class AsyncSaver:
             try:
                 self._make_room(status, t)
                 with as_checkpoint_errors(f"the staging for {status.url}", rank):
-                    prepare()
+                    job.options = prepare(options)
                     self._stage(job, state, block_until_staged=block_until_staged)
             except BaseException as error:
                 # The other ranks wait for this rank in this save: the queue sends them the error.
@@ -448,6 +452,8 @@ def save_async(  # all that `save` takes, and one argument more
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
     groups: Sequence[str] = DEFAULT_GROUPS,
+    base: str | os.PathLike[str] | None = None,
+    stable: str | Sequence[str] = (),
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:

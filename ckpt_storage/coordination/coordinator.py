@@ -55,7 +55,7 @@ class Coordinator:
     def _late_names(self) -> list[int]:
         rounds = self._rounds
         arrived = rounds.current().arrived(rounds.others, rounds.phases.patience_s)
-        return rounds.lane.names_of(sorted({*rounds.others} - {*arrived}))
+        return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*arrived}))
 
     def claim(self) -> None:
         """Take the decision of this round. Raises why a rank failed before."""
@@ -112,7 +112,7 @@ class Coordinator:
         self._abandon_if_different(arrivals, is_complete=not missing)
         if missing:
             known = lane.find_elsewhere(missing, rounds.phases.patience_s)
-            raise rounds.phases.late(lane.names_of(missing), "not arrived", known)
+            raise rounds.phases.late(lane.global_ranks_of(missing), "not arrived", known)
         self.claim()
         if not lane.has_met:
             processes = {rank: arrival.process for rank, arrival in arrivals.items()}
@@ -130,11 +130,11 @@ class Coordinator:
         Raises why this rank fails, or `NumberAbandonedError` if it goes on under the next number.
         """
         rounds, lane = self._rounds, self._rounds.lane
-        identities = {lane.names[rank]: arrivals[rank].identity for rank in sorted(arrivals)}
+        identities = {lane.global_ranks[rank]: arrivals[rank].identity for rank in sorted(arrivals)}
         lane.identities[lane.number] = identities
         abandonment = find_disagreement(
             identities,
-            {lane.names[rank]: arrivals[rank].terms for rank in sorted(arrivals)},
+            {lane.global_ranks[rank]: arrivals[rank].terms for rank in sorted(arrivals)},
             read_earlier=self._read_earlier,
             phase="load" if identities[rounds.global_rank].kind == "the load" else "plan",
             is_complete=is_complete,
@@ -161,10 +161,14 @@ class Coordinator:
         earlier = list[Mapping[int, Identity]]()
         for number in lane.recent_failed_numbers():
             identities = lane.identities.setdefault(number, {})
-            unknown = [rank for rank in self._rounds.others if lane.names[rank] not in identities]
+            unknown = [
+                rank for rank in self._rounds.others if lane.global_ranks[rank] not in identities
+            ]
             first_round = lane.round(lane.prefix(number), 1)
             arrived = first_round.arrived(unknown, patience_s)
             arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
-            identities |= {lane.names[rank]: arrival.identity for rank, arrival in arrivals.items()}
+            identities |= {
+                lane.global_ranks[rank]: arrival.identity for rank, arrival in arrivals.items()
+            }
             earlier.append(identities)
         return earlier

@@ -81,7 +81,7 @@ class RankGroup:
         self.lane = lane
         self.keys = lane.keys
         self.rank = lane.rank
-        self.global_rank = lane.names[lane.rank]
+        self.global_rank = lane.global_ranks[lane.rank]
         self.world_size = lane.world_size
         self.is_coordinator = lane.is_coordinator
         self._is_owned = False
@@ -90,7 +90,7 @@ class RankGroup:
     @classmethod
     def alone(cls) -> RankGroup:
         """Return this process as the only rank."""
-        return cls(Lane(KeyValues(StoreClient(_no_store), ""), rank=0, names=range(1)))
+        return cls(Lane(KeyValues(StoreClient(_no_store), ""), rank=0, global_ranks=range(1)))
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class RankGroup:
             ranks = lanes.by_name.get(lane)
             if ranks is None:
                 keys = KeyValues(lanes.client, f"ckpt_storage/{lane}")
-                state = Lane(keys, rank=lanes.rank, names=lanes.global_ranks)
+                state = Lane(keys, rank=lanes.rank, global_ranks=lanes.global_ranks)
                 state.find_elsewhere = partial(lanes.find_elsewhere, lane)
                 ranks = lanes.by_name[lane] = cls(state)
             if is_owned and ranks._is_owned:  # an object of this class

@@ -43,18 +43,18 @@ class _Unreported:
 class Lane:
     """The state of one rank on one lane.
 
-    `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
-    the last operation that this rank took part in, or abandoned. `has_met`: an operation of this
-    session had all ranks. `identities` are those known of each number since then, by global rank.
-    `processes` are those of the ranks of this host, from then on.
+    `rank` and `world_size` are those of the group. `number` is that of the last operation that this
+    rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
+    `identities` are those known of each number since then, by global rank. `processes` are those of
+    the ranks of this host, from then on.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
-    def __init__(self, keys: KeyValues, *, rank: int, names: Sequence[int]) -> None:
+    def __init__(self, keys: KeyValues, *, rank: int, global_ranks: Sequence[int]) -> None:
         self.keys = keys
         self.rank = rank
-        self.names = names
-        self.world_size = len(names)
+        self.global_ranks = global_ranks
+        self.world_size = len(global_ranks)
         self.is_coordinator = rank == COORDINATOR
         self.number = 0
         self.session = ""
@@ -86,14 +86,14 @@ class Lane:
         """Return the last numbers that failed since all ranks met."""
         return range(max(self._met_number + 1, self.number - _MAX_EARLIER), self.number)
 
-    def names_of(self, ranks: Sequence[int]) -> list[int]:
+    def global_ranks_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the global ranks of ranks of the group."""
-        return [self.names[rank] for rank in ranks]
+        return [self.global_ranks[rank] for rank in ranks]
 
     def begin(self, identity: Identity | None) -> None:
         """Take the next number."""
         self.number += 1
-        own = {} if identity is None else {self.names[self.rank]: identity}
+        own = {} if identity is None else {self.global_ranks[self.rank]: identity}
         self.identities[self.number] = own
         self.identities.pop(self.number - _MAX_EARLIER - 1, None)
 

@@ -31,7 +31,7 @@ class Member:
     def __init__(self, rounds: OperationRounds, describe_late: Callable[[], str]) -> None:
         self._rounds = rounds
         self._describe_late = describe_late
-        self._coordinator = rounds.lane.names[COORDINATOR]
+        self._coordinator = rounds.lane.global_ranks[COORDINATOR]
 
     def arrive(self, packed: bytes) -> None:
         """Send this member's payload of the present round.

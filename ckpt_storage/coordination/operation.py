@@ -61,8 +61,8 @@ class Operation:
     def __init__(self, lane: Lane, what: str, timeouts: Timeouts) -> None:
         self.lane = lane
         self.rank = lane.rank
-        self.global_rank = lane.names[lane.rank]
-        self.coordinator_rank = lane.names[COORDINATOR]
+        self.global_rank = lane.global_ranks[lane.rank]
+        self.coordinator_rank = lane.global_ranks[COORDINATOR]
         self.world_size = lane.world_size
         self.is_coordinator = lane.is_coordinator
         self.timeouts = timeouts
@@ -133,13 +133,13 @@ class Operation:
         ranks = [rank for rank in ranks if self._rounds.needs(rank)]
         if not ranks:
             return
-        names = self.lane.names_of(ranks)
-        known = {name: self.heartbeats.describe(name) for name in names}
-        last = self.progress().get(names[0])
+        lost = self.lane.global_ranks_of(ranks)
+        known = {rank: self.heartbeats.describe(rank) for rank in lost}
+        last = self.progress().get(lost[0])
         phase = self.deadline.phase if last is None else last.phase
         if how == "died" and not self._has_met:
-            known = dict.fromkeys(names, "its process has ended")
-        error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
+            known = dict.fromkeys(lost, "its process has ended")
+        error = ranks_lost_error(lost, self.world_size, how, self.what, phase, known)
         self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
 
     def _describe_coordinator(self) -> str:
@@ -267,9 +267,9 @@ class Operation:
         values: dict[int, _T] = self._coordinator.collect()
         missing = [rank for rank in self._rounds.others if rank not in values]
         if missing:
-            names = self.lane.names_of(missing)
-            known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not reported", f": {known}")
+            late = self.lane.global_ranks_of(missing)
+            known = "; ".join(self.heartbeats.describe(rank) for rank in late[:8])
+            raise self._phases.late(late, "not reported", f": {known}")
         self._coordinator.claim()
         return [value, *(values[rank] for rank in self._rounds.others)]
 

@@ -76,7 +76,7 @@ class OperationRounds:
         self.is_over = False
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
-        self.global_rank = lane.names[lane.rank]
+        self.global_rank = lane.global_ranks[lane.rank]
         self._listener: KeyListener | None = None
         self._own_errors: dict[str, CheckpointError] = {}  # by text, as copies of them are received
         self._is_reported = self._is_failure_known = False
@@ -236,7 +236,7 @@ class OperationRounds:
         self._listener.listen(key)
         if not self.wait_for(lambda: key in self._present_keys, self.phases.end_s):
             self.raise_failure()
-            raise self.phases.late([self.lane.names[COORDINATOR]], "not arrived")
+            raise self.phases.late([self.lane.global_ranks[COORDINATOR]], "not arrived")
 
     def _enter_round(self, round_number: int) -> None:
         with self.changed:

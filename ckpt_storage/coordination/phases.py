@@ -30,21 +30,27 @@ class Phases:
     """
 
     def __init__(
-        self, what: str, timeouts: Timeouts, watch: OperationMonitor, *, rank: int, world_size: int
+        self,
+        what: str,
+        timeouts: Timeouts,
+        monitor: OperationMonitor,
+        *,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.what = what
         self.timeouts = timeouts
         self.grace_s = 0.0
-        self._watch = watch
+        self._monitor = monitor
         self._rank = rank
         self._world_size = world_size
         self._logged_s = time.monotonic()
-        self.deadline = Deadline("plan", timeouts.plan, monitor=watch)
+        self.deadline = Deadline("plan", timeouts.plan, monitor=monitor)
 
     def begin(self, phase: Phase, timeout_s: float | None = None) -> Deadline:
         """Begin a phase and return its deadline; by default as `timeouts` say."""
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
-        self.deadline = Deadline(phase, seconds, monitor=self._watch)
+        self.deadline = Deadline(phase, seconds, monitor=self._monitor)
         return self.deadline
 
     @property

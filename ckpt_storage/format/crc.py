@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
@@ -55,12 +55,16 @@ class BlockHasher:
     """CRC-32C of each block of a payload that arrives in pieces of any length.
 
     Blocks are counted from the start of the payload; the last may be shorter, and an empty
-    payload has none. Nothing is copied. Not safe to share between threads.
+    payload has none. Nothing is copied. Not safe to share between threads. `also` gets each piece,
+    a block at most, while it is in the processor's cache.
     """
 
-    __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes")
+    __slots__ = ("_also", "_block_bytes", "_crc", "_crcs", "_filled_bytes")
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(
+        self, block_bytes: int, also: Callable[[memoryview], object] | None = None
+    ) -> None:
+        self._also = also
         self._block_bytes = block_bytes
         self._crcs: array[int] = array("I")
         self._crc = self._filled_bytes = 0
@@ -86,8 +90,15 @@ class BlockHasher:
             if self._filled_bytes == size:
                 self._crcs.append(self._crc)
                 self._crc = self._filled_bytes = 0
+        if head_bytes and self._also is not None:
+            self._also(view[:head_bytes])
         rest_bytes, mode = len(view) - head_bytes, size > _KEEP_LOCK_BYTES
-        crcs = [_crc32c(view[at : at + size], 0, mode) for at in range(head_bytes, len(view), size)]
+        crcs = []
+        for at in range(head_bytes, len(view), size):
+            block = view[at : at + size]
+            crcs.append(_crc32c(block, 0, mode))
+            if self._also is not None:
+                self._also(block)
         rest = combine_blocks(crcs, size, rest_bytes)
         if rest_bytes % size:
             self._crc, self._filled_bytes = crcs.pop(), rest_bytes % size

@@ -6,7 +6,7 @@ import heapq
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,9 @@ class VerifyReport:
     """What `verify` found. `ok` is whether nothing is wrong.
 
     `exports` are those directly below `url`, and one at `url` itself; a stale one is no problem.
-    `notes` names values that are sound and that `load` refuses all the same.
+    `notes` names values that are sound and that `load` refuses all the same. `link_counts` has the
+    files that share their storage with those of other saves, by hard links, with the number of
+    names that each has: damage to one of them is damage to all.
     """
 
     url: str
@@ -67,6 +69,7 @@ class VerifyReport:
     checked_bytes: int
     exports: Sequence[ExportStatus] = ()
     notes: Sequence[Problem] = ()
+    link_counts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -110,7 +113,7 @@ def verify(  # the public surface, all keyword-only
             if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
-    names = ("format", "save_id", "problems", "file_count", "checked_bytes")
+    names = ("format", "save_id", "problems", "file_count", "checked_bytes", "link_counts")
     found: dict[str, Any] = {name: getattr(check, name) for name in names}
     notes, exports = tuple(check.notes), check.exports or ()
     return VerifyReport(url=location.url, exports=exports, notes=notes, **found)

@@ -77,7 +77,7 @@ class _Ranks:
         keys = KeyValues(
             StoreClient(self.address.connect, self.address), f"ckpt_storage/{name}", is_root=True
         )
-        return RankGroup(Lane(keys, rank=self.rank, names=range(self.world_size)))
+        return RankGroup(Lane(keys, rank=self.rank, global_ranks=range(self.world_size)))
 
 
 @dataclass

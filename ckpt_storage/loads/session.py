@@ -40,8 +40,8 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
-from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import REMOTE_READ_BYTES
 
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of

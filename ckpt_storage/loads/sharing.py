@@ -27,8 +27,8 @@ from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
-from ckpt_storage.transfer.pacing import REMOTE_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import REMOTE_COSTS
 from ckpt_storage.transfer.workers import Workers
 
 log = logging.getLogger("ckpt_storage")

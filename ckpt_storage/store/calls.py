@@ -183,7 +183,7 @@ class Calls:
     ) -> T:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
-            text = f"The {what} was not begun, because what it belongs to has failed."
+            text = f"The {what} was not begun, because its operation has failed."
             raise StorageError(text, kind="not-begun", next_step="Look at the first failure.")
         if left_s <= 0:
             text = f"The {what} was not begun, because its deadline has passed."

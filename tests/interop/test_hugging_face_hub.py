@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -26,7 +27,7 @@ from ckpt_storage.store import open_store
 pytest.importorskip("huggingface_hub")
 
 REPO = "datasets/me/run"
-STATE = {"a": torch.arange(20_000.0), "b": torch.arange(10.0), "step": 3}
+STATE: dict[str, Any] = {"a": torch.arange(20_000.0), "b": torch.arange(10.0), "step": 3}
 
 
 def test_a_hub_that_does_not_answer_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_checkpoints_on_the_hub_are_listed_and_loaded(hub: Hub) -> None:
     """A root is a folder of the repository."""
     infos = ckpt_storage.list_checkpoints(f"hf://{REPO}", storage_options=hub.options)
     assert "ours" in [info.name for info in infos]
-    target = {"a": torch.zeros(20_000), "b": torch.zeros(10), "step": 0}
+    target: dict[str, Any] = {"a": torch.zeros(20_000), "b": torch.zeros(10), "step": 0}
     ckpt_storage.load(target, f"hf://{REPO}/ours", storage_options=hub.options)
     assert torch.equal(target["a"], STATE["a"])
     assert target["step"] == 3

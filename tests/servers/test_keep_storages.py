@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 from dcp_cases import same, seeded
+from fault_tools import Faulty, each_fault
 from servers import Running
 
 import ckpt_storage
+import ckpt_storage.saves.session
 from ckpt_storage import (
     CheckpointError,
     IntegrityError,
+    RetryPolicy,
     copy,
     open_checkpoint,
     thin,
@@ -51,6 +56,39 @@ def test_no_byte_of_a_file_that_stays_whole_is_sent(
         assert verify(url, storage_options=options).ok
     store = open_store(Location.of(whole, options))
     assert {one.path.split("/")[1] for one in store.list("saves")} == {thinned.save_id}
+
+
+def test_a_file_that_is_reused_is_not_sent(root: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage copies it, whatever befalls the requests of the copy; the base may go."""
+    pytest.importorskip("xxhash", reason="the extra `reuse`")
+    monkeypatch.setattr("ckpt_storage.saves.reuse._MIN_BYTES", 1000)
+    options = dict(root.storage_options)
+    state = {"base": KEPT["model"], "lora": seeded(3, 20)}
+    save = partial(ckpt_storage.save, state, stable="base", storage_options=options)
+    save(f"{root.url}/0")
+    faulty = Faulty(f"{root.url}/", retry=RetryPolicy(attempt_count=3, first_delay_s=0.001))
+    monkeypatch.setattr(ckpt_storage.saves.session, "open_store", faulty)
+    save(f"{root.url}/dry", base=f"{root.url}/0")
+    calls = list(faulty.script.calls)
+    copying = [at for at, call in enumerate(calls) if call.operation.startswith("copy_")]
+    assert copying
+    for at, rule in each_fault(calls, ["error", "lost_answer", "crash_after"]):
+        if rule.skip_count not in copying:
+            continue
+        url = f"{root.url}/{rule.action}-{rule.skip_count}"
+        faulty.play(rule)
+        with contextlib.suppress(*[CheckpointError] if rule.action == "crash_after" else []):
+            info = save(url, base=f"{root.url}/0")
+            assert info.stats is not None
+            assert info.stats.reused_bytes > 4 * 300 * 500, at
+        faulty.play()
+        if rule.action == "crash_after":
+            save(url, base=f"{root.url}/0")
+        assert same(found_at(url, options), state), at
+        assert verify(url, storage_options=options).ok, at
+    ckpt_storage.delete(f"{root.url}/0", storage_options=options)
+    assert same(found_at(f"{root.url}/dry", options), state)
+    faulty.close()
 
 
 def test_a_copy_within_a_bucket_of_gcs_sends_no_byte(gcs_root: Running) -> None:

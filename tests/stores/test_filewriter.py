@@ -24,7 +24,8 @@ from ckpt_storage.store.backend import Backend, Buffers, Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
+from ckpt_storage.transfer.budget import BUDGET, Budget
+from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024

@@ -21,7 +21,8 @@ from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
 from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer.pacing import BUDGET, READ_BUDGET, Pacer
+from ckpt_storage.transfer.budget import BUDGET, READ_BUDGET
+from ckpt_storage.transfer.pacing import Pacer
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB

@@ -76,7 +76,7 @@ class Scripted(WorkerProcess):
 
 
 def operation_of(rank: int = 1) -> Operation:
-    lane = Lane(RankGroup.alone().keys, rank=rank, names=range(2))
+    lane = Lane(RankGroup.alone().keys, rank=rank, global_ranks=range(2))
     return Operation(lane, "the save", Timeouts(silence=SILENCE_S))
 
 

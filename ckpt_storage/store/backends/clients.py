@@ -17,7 +17,7 @@ from ckpt_storage.store.problems import explain, meaning_of
 from ckpt_storage.store.redaction import scrubber
 
 from .client_registry import REGISTRY, ForeignFs, Instances, close_instances
-from .drafts import is_draft_name
+from .temp_files import is_temp_name
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class ClientBackend(Backend):
                 name = info.path.rpartition("/")[2]
                 # Consoles create empty objects for folders, also for the listed one.
                 is_child = not recursive and info.path.strip("/") != prefix
-                is_shown = not is_draft_name(name) if name else is_child
+                is_shown = not is_temp_name(name) if name else is_child
                 if is_shown:
                     yield info
 
