@@ -32,7 +32,6 @@ _CONSOLIDATION = "tests/unit/test_consolidation.py"
 _CONVERT = "tests/api/test_convert.py"
 _COPY = "tests/api/test_copy.py"
 _DAMAGED = "tests/format/test_damage_documents.py"
-_DAMAGED_FILES = "tests/api/test_damage_files.py"
 _DOCUMENTS = "tests/format/test_documents.py"
 _HANDLE = "tests/unit/test_handle.py"
 _HOSTILE = "tests/format/test_interop_hostile.py"
@@ -1195,7 +1194,7 @@ _LOADS_MUTANTS = [
         "loads/items.py",
         "                if known != number:",
         "                if known is None:",
-        [f"{_REFUSED}::test_one_target_for_two_values_needs_a_choice"],
+        [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
     Mutant(
