@@ -1,8 +1,8 @@
-"""Tensors that torch's planners describe wrongly or not at all: several boxes, or parts inside.
+"""Layouts that torch's planners describe wrongly or not at all: several boxes, or inner tensors.
 
-A `DTensor` with a `_StridedShard` may hold rows that are not neighbours in the whole tensor. A
-subclass with `__tensor_flatten__` holds other tensors, and has no elements of its own. It may also
-be the local part of a `DTensor`; the name of the box then stands before those of its tensors.
+A `DTensor` with a `_StridedShard` may hold rows that are not contiguous in the global tensor. A
+subclass with `__tensor_flatten__` wraps other tensors, and has no elements of its own. It may also
+be the local tensor of a `DTensor`; the names of its inner tensors then begin with that of the box.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tensors import PLAIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBox:
-    """One box of the whole tensor, and where its elements begin in the local one."""
+    """A box of the global tensor, and its offsets in the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,17 +35,17 @@ class LocalBox:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box as torch has it."""
+        """The box as torch's metadata of a chunk."""
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return its elements in the local tensor."""
+        """Return a view of the elements of the box."""
         stops = map(sum, zip(self.local_offsets, self.sizes, strict=True))
         return local[tuple(map(slice, self.local_offsets, stops))]
 
 
 def boxes_of(tensor: object) -> list[LocalBox] | None:
-    """Return the boxes of a `DTensor` whose local part is several; None for all others."""
+    """Return the boxes of a `DTensor` whose local tensor has several; None for other values."""
     if type(tensor) is not DTensor or not any(
         isinstance(placement, _StridedShard) for placement in tensor.placements
     ):
@@ -63,25 +63,25 @@ def boxes_of(tensor: object) -> list[LocalBox] | None:
             local_offsets=tuple(local for _, _, local in box),
         )
         for box in product(*runs)
-        # An empty one may begin where another rank's begins, and would take its place.
+        # An empty box may have the offsets of another rank's box, and would replace it.
         if all(length for _, length, _ in box) or not tensor.numel()
     ]
 
 
 def _runs_of(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return the runs of neighbours in one dimension: start, length, start in the local tensor."""
+    """Return the contiguous runs of a dimension: global start, length, local start."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
     for mesh_dim, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) != dim:
             continue
         count = tensor.device_mesh.size(mesh_dim)
         place: Any = placement
-        along = (
+        split = (
             _StridedShard(0, split_factor=place.split_factor)
             if isinstance(placement, _StridedShard)
             else type(place)(0)
         )
-        shards, _ = along._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the placement's own rule
+        shards, _ = split._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the placement's own rule
         indices = shards[coordinate[mesh_dim]]
     if not indices.numel():
         return [(0, 0, 0)]
@@ -104,7 +104,7 @@ def box_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor | None:
 
 
 def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
-    """Refuse a value of a planner's flat state that torch's own plan describes wrongly."""
+    """Raise `InvalidInputError` for a value of a flat state that torch's plan describes wrongly."""
     value = state.get(fqn) if isinstance(state, Mapping) else None
     if type(value) is DTensor and boxes_of(value) is not None:
         raise InvalidInputError(
@@ -114,10 +114,10 @@ def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
         )
 
 
-def has_parts(value: object) -> bool:
-    """Return whether a value is a tensor that is made of others, or a `DTensor` of such tensors."""
+def wraps_tensors(value: object) -> bool:
+    """Return whether a value is a subclass that wraps other tensors, or a `DTensor` of such."""
     if type(value) is DTensor:
-        # Whose box is the same on all ranks that hold it.
+        # Their boxes are equal on all ranks that hold them.
         if not {*map(type, value.placements)} <= {Shard, Replicate}:
             return False
         value = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
@@ -127,7 +127,7 @@ def has_parts(value: object) -> bool:
         and not isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor)
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "__create_write_items__")
-        # A nested tensor is no tensor that its parts could be put back into.
+        # The tensors inside a nested tensor cannot be replaced.
         and value.layout is torch.strided
     )
 
@@ -135,7 +135,7 @@ def has_parts(value: object) -> bool:
 def unwrap(
     state: dict[str, Any], paths: dict[str, Any], *, stored: Collection[str] | None = None
 ) -> None:
-    """Replace each tensor that is made of others by these, in a flat state and its paths.
+    """Replace each tensor that wraps others by these, in a flat state and its paths.
 
     Waits for the results of pending collectives. Raises `InvalidInputError` if `stored`, the names
     of a checkpoint, has other shards of such a tensor only.
@@ -143,21 +143,23 @@ def unwrap(
     for fqn, value in state.items():
         if type(value) not in PLAIN:
             state[fqn] = _wait_for(value)
-    wrapped = [fqn for fqn, value in state.items() if type(value) not in PLAIN and has_parts(value)]
+    wrapped = [
+        fqn for fqn, value in state.items() if type(value) not in PLAIN and wraps_tensors(value)
+    ]
     for fqn in wrapped:
         value, path = state.pop(fqn), paths.pop(fqn)
-        for names, part in _parts_of(value):
+        for names, inner in _inner_tensors(value):
             name = ".".join((fqn, *names))
             if name in state:
                 raise InvalidInputError(
-                    f"{name} cannot be saved or loaded: it is a part of {fqn}, a "
+                    f"{name} cannot be saved or loaded: it is a tensor inside {fqn}, a "
                     f"{type(value).__qualname__}, and another value of the state has this name.",
                     phase="plan",
                     next_step="Rename the other value.",
                 )
             if type(value) is DTensor and stored is not None and name not in stored:
                 _check_shards(fqn, value, stored)
-            state[name], paths[name] = part, (*path, *names)
+            state[name], paths[name] = inner, (*path, *names)
 
 
 def _wait_for(value: Any) -> Any:  # noqa: ANN401  # any value of a state
@@ -178,13 +180,13 @@ def _finished(pending: Any) -> torch.Tensor:  # noqa: ANN401  # its methods have
 
 
 def _check_shards(fqn: str, tensor: DTensor, stored: Collection[str]) -> None:
-    """Refuse a `DTensor` made of others of which the checkpoint has other shards."""
+    """Refuse a `DTensor` that wraps tensors of which the checkpoint has other shards."""
     start = f"{fqn}.{_SHARD}"
     saved = sorted(
         {name[len(fqn) + 1 :].partition(".")[0] for name in stored if name.startswith(start)}
     )
     if saved:
-        kind = type(tensor._local_tensor).__qualname__  # noqa: SLF001  # as in `has_parts`
+        kind = type(tensor._local_tensor).__qualname__  # noqa: SLF001  # as in `wraps_tensors`
         raise InvalidInputError(
             f"{fqn} cannot be loaded: it is a DTensor of {kind} that this rank holds as "
             f"{_shard_name(tensor)}, and the checkpoint has the shards {', '.join(saved[:4])}. The "
@@ -208,16 +210,17 @@ def _shard_name(tensor: DTensor) -> str | None:
     return f"{_SHARD}{'x'.join(map(str, sizes))}-at-{'-'.join(map(str, offsets))}"
 
 
-def _parts_of(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
+def _inner_tensors(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
     if type(value) is DTensor:
         shard = _shard_name(value)
         if shard is not None:
-            yield from (((shard, *inner), part) for inner, part in _parts_of(value._local_tensor))  # noqa: SLF001  # as in `has_parts`
+            local = value._local_tensor  # noqa: SLF001  # as in `wraps_tensors`
+            yield from (((shard, *names), inner) for names, inner in _inner_tensors(local))
         return
-    names, _ = value.__tensor_flatten__()
-    for name in names:
-        part = getattr(value, name)
-        if has_parts(part):
-            yield from (((name, *inner), tensor) for inner, tensor in _parts_of(part))
+    attributes, _ = value.__tensor_flatten__()
+    for name in attributes:
+        inner = getattr(value, name)
+        if wraps_tensors(inner):
+            yield from (((name, *names), tensor) for names, tensor in _inner_tensors(inner))
         else:
-            yield (name,), part
+            yield (name,), inner
