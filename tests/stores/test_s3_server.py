@@ -118,7 +118,7 @@ def test_stop_ends_what_hangs(action: Any) -> None:
         assert server.requests[0].status == 0
     with sock, contextlib.suppress(ConnectionResetError):
         assert sock.recv(65536) == b""
-    with pytest.raises(TimeoutError, match="did not see"):
+    with pytest.raises(TimeoutError, match="did not arrive"):
         server.wait_for(lambda requests: len(requests) == 2, timeout_s=0.0)
 
 
