@@ -1148,8 +1148,8 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "self._misses[rank] = 0",
-        "pass",
+        "if number < self.number:",
+        "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
