@@ -16,6 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ckpt_storage import InvalidInputError
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.output import ExportSpec, WriteSummary
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
@@ -38,7 +39,7 @@ def header(tensor: TensorRecord) -> bytes:
 
 
 class NpyExport(PlainFolder[list[str]]):
-    """One export on one rank; one that was cut is gone on with."""
+    """An export on one rank; a call after an interruption continues it."""
 
     def lay_out(self) -> list[OutFile]:
         """Return one file a tensor: its header, then all its elements."""
@@ -58,7 +59,7 @@ class NpyExport(PlainFolder[list[str]]):
     def content(self) -> object:
         """Return what stands for the bytes of the files; a re-run trusts files of equal content."""
         # A source of another tool has no save id.
-        return ["npy/1", self.save_id or self.found.state]
+        return ["npy/1", self.save_id or self.version.state]
 
     def report(self, made: WriteSummary, seconds: float) -> list[str]:
         """Return the names of the files."""
@@ -72,8 +73,8 @@ def export_npy(
     """Write each tensor of the checkpoint at `source` to a file in the folder `target`."""
     spec = ExportSpec(source=Location.of(source), target=Location.of(target))
 
-    what = f"export of {source}"
-    return run_together(process_group, "npy", what, spec.timeouts, lambda: spec, NpyExport)
+    group, what = RankGroup.of(process_group, lane="npy"), f"export of {source}"
+    return run_together(group, "npy", what, spec.timeouts, lambda: spec, NpyExport)
 
 
 if __name__ == "__main__":
