@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, need, sound
 from safetensors.torch import load_file
-from warm import run_script
 
 import ckpt_storage
 from ckpt_storage import (
