@@ -10,8 +10,8 @@ import json
 import os
 from pathlib import Path
 
+from fork_server import run_script
 from integration_tools import ROOT, missing, need, sound
-from warm import run_script
 
 FOLDERS = os.environ.get("CKPT_STORAGE_TORCHTITAN", "")
 if not any(Path(folder, "trl").is_dir() for folder in FOLDERS.split(os.pathsep)) and (
