@@ -181,8 +181,9 @@ class CheckpointManager:
             prunes=pruning == "background",
             is_coordinator=self._ranks.is_coordinator,
         )
-        self._reuse = {"has_reuse": True, "stable": stable, "full_every": full_every}
-        self._reuse = self._reuse if reuse else {}
+        self._reuse: dict[str, Any] = {}
+        if reuse:
+            self._reuse = {"has_reuse": True, "stable": stable, "full_every": full_every}
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,

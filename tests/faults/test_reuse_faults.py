@@ -6,12 +6,13 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from dcp_cases import same, seeded
-from fault_tools import each_fault
+from fault_tools import Faulty, each_fault
 from local_stores import local_store
 
 import ckpt_storage
@@ -20,7 +21,7 @@ from ckpt_storage import CheckpointError, CheckpointNotFoundError, RetryPolicy, 
 from ckpt_storage.errors import CheckpointInProgressError
 from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Action
+from ckpt_storage.testing.faults import Action, Script
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
@@ -141,6 +142,87 @@ def test_a_reusing_save_on_a_disk_survives_every_fault_at_every_system_call(
         shutil.rmtree(root / "0")
         assert same(values_of(str(root / "1")), NEW), at
         shutil.rmtree(root)
+
+
+T = TypeVar("T")
+
+
+class Racing(Script):
+    """Lets a rival do all of its work before one operation."""
+
+    def __init__(self, at: int, rival: Callable[[], object]) -> None:
+        super().__init__()
+        self.at, self.rival, self.count = at, rival, 0
+
+    def play(
+        self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
+    ) -> T:
+        self.count += 1
+        if self.count == self.at:
+            self.rival()
+        return super().play(operation, path, call, half)
+
+
+RIVALS: dict[str, Callable[[str], object]] = {
+    "deleter": ckpt_storage.delete,
+    "thinner": partial(ckpt_storage.thin, drop="lora"),
+    "saver": lambda url: [save(5, url, overwrite=True) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_base_that_goes_meanwhile_fails_no_save(
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch, rival: str
+) -> None:
+    """It is deleted, thinned or superseded before any operation; what is gone is written."""
+    before, faulty = memory_path / "before", Faulty(memory_path.as_uri())
+    save(0, str(before / "0"))
+    shutil.copytree(before, memory_path / "dry")
+    monkeypatch.setattr(ckpt_storage.saves.session, "open_store", faulty)
+    save(1, str(memory_path / "dry" / "1"), base=str(memory_path / "dry" / "0"))
+    calls = faulty.script.calls
+    end = next(
+        at for at, call in enumerate(calls) if "ranks/" in call.path and "put" in call.operation
+    )
+    reused = set()
+    for at in range(1, end + 1):
+        root = memory_path / f"run-{at}"
+        shutil.copytree(before, root)
+        faulty.script = Racing(at, partial(RIVALS[rival], str(root / "0")))
+        info = save(1, str(root / "1"), base=str(root / "0"))
+        faulty.play()
+        reused.add(bool(info.stats.reused_bytes))
+        assert same(values_of(str(root / "1")), NEW), at
+        shutil.rmtree(root)
+    assert True in reused
+    faulty.close()
+
+
+@pytest.mark.parametrize("action", ["error", "lost_answer", "crash_before", "crash_after"])
+def test_a_copy_by_the_storage_survives_every_fault(
+    monkeypatch: pytest.MonkeyPatch, action: Action
+) -> None:
+    """Of each part of an upload that is copied, in memory; an error is retried and not noticed."""
+    root = f"memory://reuse-{action}"
+    save(0, f"{root}/0")
+    faulty = Faulty(root, retry=QUICK)
+    monkeypatch.setattr(ckpt_storage.saves.session, "open_store", faulty)
+    save(1, f"{root}/dry", base=f"{root}/0")
+    operations = ".*copy.*|.*upload.*"
+    for number, (at, rule) in enumerate(each_fault(faulty.script.calls, {action: operations})):
+        url = f"{root}/cut-{number}"
+        faulty.play(rule)
+        is_dead = action.startswith("crash")
+        with contextlib.suppress(*[CheckpointError] if is_dead else []):
+            save(1, url, base=f"{root}/0")
+        faulty.play()
+        found = values_of(url)
+        assert same(found, NEW) or (found is None and is_dead), at
+        info = save(1, url, base=f"{root}/0", overwrite=found is not None)
+        assert info.stats.reused_bytes, at
+        assert same(values_of(url), NEW), at
+    assert same(values_of(f"{root}/0"), OLD)
+    faulty.close()
 
 
 S3_FAULTS: dict[str, Callable[[int], list[FaultRule]]] = {
