@@ -24,6 +24,21 @@ _USER_MOST_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageUsage:
+    """The bytes of the shard files of one checkpoint.
+
+    `group_bytes` are the bytes by group of values; "" stands for values of no group.
+    `apparent_bytes` is their sum, what a copy takes. `own_bytes` are those of files that share no
+    storage with another checkpoint by hard links: what a deletion frees. On storages without hard
+    links both are the same.
+    """
+
+    group_bytes: Mapping[str, int] = field(hash=False)
+    apparent_bytes: int
+    own_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """A committed checkpoint, as far as its commit record tells.
 
@@ -32,7 +47,7 @@ class CheckpointInfo:
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
     `part` is empty for a whole checkpoint; else it holds some values of the save `of`, chosen by
-    the patterns `include` and `exclude`.
+    the patterns `include` and `exclude`. `usage` is what its files take, if it was asked for.
     `stats` are those of the save until its commit began, None where the record has none.
     `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
     format "unreadable" could not be read.
@@ -49,6 +64,7 @@ class CheckpointInfo:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     part: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    usage: StorageUsage | None = None
     stats: OperationStats | None = None
     problem: str | None = None
 
