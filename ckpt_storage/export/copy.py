@@ -29,6 +29,7 @@ from .copy_part import CopyOfPart, part_id, part_of
 from .options import Selection, is_within, location_beside
 from .output import Copies, ExportContext, ExportSpec, SourceVersion, place_within
 from .run import run_together
+from .select import Selected
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -176,7 +177,8 @@ def _find(context: ExportContext, tag: exports.IndexTag | None) -> Copy:
 
 def _committed_version(context: ExportContext, head: SlotRecord) -> CopySource:
     """Return what is copied of a checkpoint of ours, and whether the target has it already."""
-    spec, save_id, is_part = context.spec, head.save_id or "", False
+    spec, source_id = context.spec, head.save_id or ""
+    chosen: Selected | None = None
     publishing.check_newest(context.source, CommitLog.ending_with(head))
     target_log = deletion.log_to_extend(context.target)
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `copy` makes it
@@ -184,13 +186,14 @@ def _committed_version(context: ExportContext, head: SlotRecord) -> CopySource:
         manifest = read_manifest(context.source, head)
         source = CommittedSource(context.source, head, manifest, context.options)
         chosen = part_of(source, spec)
-        if chosen is not None:
-            save_id, is_part = part_id(save_id, chosen), True
-    save_id = id_at_target(context, save_id, target_log)
+    if chosen is None:
+        save_id = id_at_target(context, source_id, target_log)
+    else:
+        save_id = part_id(context, source_id, chosen, target_log)
     return CopySource(
         record=head,
         save_id=save_id,
         was_there=target_log.head is not None and target_log.head.save_id == save_id,
-        is_part=is_part,
+        is_part=chosen is not None,
         target_log=target_log,
     )

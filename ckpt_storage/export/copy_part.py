@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import attempt, attempt_files, publishing, slotlog
+from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
+from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.documents import FileRef, seal
@@ -26,8 +28,8 @@ from ckpt_storage.store.deadline import Deadline
 
 from . import layout
 from .copy_base import CopySpec, whole_file
-from .copy_committed import CopyOfCommitted
-from .output import ResumeState, WriteSummary
+from .copy_committed import CopyOfCommitted, id_at_target
+from .output import ExportContext, ResumeState, WriteSummary
 from .plan import OutFile, Segment, Stored, elements_of
 from .select import Selected, select
 
@@ -45,11 +47,34 @@ def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
     return chosen if chosen.excluded else None
 
 
-def part_id(save_id: str, chosen: Selected) -> str:
-    """Return the id of the copy of a part, the same for the same values; the time stays."""
+def part_id(context: ExportContext, save_id: str, chosen: Selected, target_log: CommitLog) -> str:
+    """Return the id that the copy of a part has at the target; the time of the save stays.
+
+    The same values have the same id, so that a copy that was interrupted is resumed. If it has
+    written its manifest, which names its time and host, it is fenced and freed, and another id is
+    derived.
+
+    Raises:
+        CommitConflictError: it is not dead, and has committed meanwhile.
+
+    """
     fqns = [*sorted(chosen.tensors), *chosen.blobs]
     text = f"part of {save_id}: {json.dumps(fqns)}"
-    return f"{save_id[:17]}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    derived = f"{save_id[:17]}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    part = id_at_target(context, derived, target_log)
+    store, head = context.target, target_log.head
+    is_committed = head is not None and head.save_id == part
+    if is_committed or not slotlog.is_there(store, names.manifest_path(part)):
+        return part
+    if not cleaning.fence_and_free(store, [part]):
+        raise CommitConflictError(
+            f"Another process has committed the same part, {part}, to {store.url}.",
+            winner={"save_id": part},
+            path=names.manifest_path(part),
+            phase="plan",
+            next_step="Call again: it uses what is there.",
+        )
+    return id_at_target(context, part, deletion.log_to_extend(store))
 
 
 def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ckpt_storage.source.model import CommittedSource, read_manifest
 from ckpt_storage.store import Location, redacted_url
 
 from .copy_base import CopySource, CopySpec
-from .copy_committed import id_at_target
 from .copy_part import CopyOfPart, part_id, part_of
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
@@ -155,7 +154,7 @@ def _thinning(
     chosen = part_of(source, context.spec)
     save_id = head.save_id
     if chosen is not None:
-        save_id = id_at_target(context, part_id(head.save_id, chosen), slots)
+        save_id = part_id(context, head.save_id, chosen, slots)
     return _Thinning(
         context,
         CopySource(

@@ -20,6 +20,7 @@ from typing import Any
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
+    CheckpointGoneError,
     IntegrityError,
     InvalidInputError,
     StorageError,
@@ -186,7 +187,13 @@ class FileWriter:
             if error.kind in COPY_REFUSALS:
                 refused.append(whole)
                 return
-            raise explained(error, [_place_of(path, file)], self._export.source) from error
+            place = _place_of(path, file)
+            if error.kind == "not-found":
+                # The error is about the target; the stored file may be what is missing.
+                missing = self._export.source.explain_missing(place)
+                if isinstance(missing, CheckpointGoneError):
+                    raise missing from error
+            raise explained(error, [place], self._export.source) from error
         # Without a report only the length was checked.
         crc32c = file.crc32c if crc32c is None else crc32c
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
