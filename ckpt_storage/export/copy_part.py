@@ -17,7 +17,7 @@ from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publ
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.errors import CommitConflictError
+from ckpt_storage.errors import CommitConflictError, StorageError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.documents import FileRef, seal
@@ -220,7 +220,25 @@ class CopyOfPart(CopyOfCommitted):
         )
 
     def publish(self, made: WriteSummary) -> None:
-        """Put down what describes the files, and commit as any save is committed."""
+        """Put down what describes the files, and commit as any save is committed.
+
+        Raises `CommitConflictError` if other processes freed the files of this copy.
+        """
+        try:
+            self._publish(made)
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            raise CommitConflictError(
+                f"Another process deleted files of {self.save_id}, which this process wrote to "
+                f"{self.context.target.url}; it is not committed.",
+                winner={},
+                path=error.path,
+                phase="commit",
+                next_step="Look at what is there now, and call again if it is wanted.",
+            ) from error
+
+    def _publish(self, made: WriteSummary) -> None:
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         store, ticket = self.context.target, self._ticket
