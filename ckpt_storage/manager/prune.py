@@ -220,21 +220,28 @@ class Pruner:
     def _to_clean(
         self, kept: Sequence[PruneDecision], tombstones: Sequence[FolderState]
     ) -> list[str]:
-        """Return tombstones, each once in a process, and the kept step that is swept next."""
+        """Return tombstones, each once in a process, and the kept steps that are swept.
+
+        These are one in turn if it `sweeps`, else all that are thin: a thinning that was killed has
+        not freed what it replaced.
+        """
         new = {(state.name, state.slot) for state in tombstones} - self._tried_tombstones
         in_use = self._root.in_use.reasons()
         steps = [
-            (decision.step, decision.name)
+            (decision.step, decision.name, bool(decision.info.part))
             for decision in kept
-            if self._sweeps
-            and decision.step is not None
+            if decision.step is not None
             and decision.name not in in_use
             and decision.info is not None
             and decision.info.save_id
         ]
-        later = [pair for pair in steps if pair[0] > self._swept_step] or steps
-        self._swept_step = later[0][0] if later else -1
-        return [name for name, _ in sorted(new)] + [name for _, name in later[:1]]
+        if self._sweeps:
+            later = [step for step in steps if step[0] > self._swept_step] or steps
+            self._swept_step = later[0][0] if later else -1
+            swept = later[:1]
+        else:
+            swept = [step for step in steps if step[2]]
+        return [name for name, _ in sorted(new)] + [name for _, name, _ in swept]
 
     def _delete(self, decision: PruneDecision, deadline: Deadline) -> str | None:
         """Delete one checkpoint; return why it was not deleted, None if it was."""
