@@ -29,6 +29,7 @@ from .errors import SaveCancelledError as SaveCancelledError
 from .errors import StorageError as StorageError
 from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
+from .export.consolidate import ConsolidatedFile as ConsolidatedFile
 from .export.consolidate import ConsolidationReport as ConsolidationReport
 from .export.consolidate import consolidate as consolidate
 from .export.conversion import ConvertReport as ConvertReport
@@ -36,6 +37,7 @@ from .export.convert import convert as convert
 from .export.copy import copy as copy
 from .export.copy_base import CopyReport as CopyReport
 from .export.options import ConsolidateOptions as ConsolidateOptions
+from .export.select import SkippedValue as SkippedValue
 from .export.thin import ThinReport as ThinReport
 from .export.thin import thin as thin
 from .inspect.checkpoint import Checkpoint as Checkpoint

@@ -1,140 +1,95 @@
-"""Accelerate with a training loop of your own: killed, it resumes bit for bit, from any storage.
+"""accelerate with a training loop of your own: killed and started again, it continues bit for bit.
 
-    torchrun --nproc-per-node 2 examples/accelerate_loop.py URL STEPS
-    accelerate launch --num_processes 2 examples/accelerate_loop.py URL STEPS
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py s3://bucket/run 9
+    accelerate launch --num_processes 2 examples/accelerate_loop.py s3://bucket/run 9
 
-Start it again with the same URL, and it goes on from the newest committed checkpoint: on as many
-processes bit for bit, on another number from the same weights and the same place in the data, with
-random numbers drawn anew.
-`Accelerator.save_state` writes files of its own into a local folder, and its hooks hand over the
-model only; so this loop saves the state dicts of what `prepare` returned.
+On another number of processes it continues from the same weights, with other random numbers.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import gather_object
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_storage import CheckpointManager, KeepLatest
+from ckpt_storage.integrations.accelerate import collect_state, restore_state
 
 SAVE_EVERY = 3
-BATCH_SIZE = 4
+
+
+class Progress:
+    """Where the training is in the data; saved because it is registered."""
+
+    step = epoch = batch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts."""
+        return {"step": self.step, "epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set the counts."""
+        self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
 
 
 def data() -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Return a regression's data, shuffled anew in each epoch."""
+    """Return a regression's data, shuffled in each epoch."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(40, 8, generator=generator)
+    # With a generator of its own, starting the loader again draws no number from the model's.
     return DataLoader(
         TensorDataset(inputs, inputs.sum(1, keepdim=True)),
-        batch_size=BATCH_SIZE,
+        batch_size=4,
         shuffle=True,
-        # Of its own: a loader that starts draws a number, which would be one too many on resuming.
         generator=generator,
     )
 
 
-class Run:
-    """Everything that `prepare` returned, and how far training has come."""
+def train(url: str, steps: int) -> None:
+    """Train up to `steps`, from the newest checkpoint below `url` if there is one."""
+    # A seeded sampler shuffles epoch 3 the same way whether or not epochs 0 to 2 ran before.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+    accelerator = Accelerator(dataloader_config=loading)
+    set_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, data())
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    set_seed(0, device_specific=True)
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        # A seeded sampler gives epoch 3 the same order whether epochs 0 to 2 were run or not.
-        loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
-        self.accelerator = Accelerator(dataloader_config=loading)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1)
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
-        self.model, self.optimizer, self.scheduler, self.batches = self.accelerator.prepare(
-            model, optimizer, scheduler, data()
-        )
-        self.rank = self.accelerator.process_index
-        self.batch = BATCH_SIZE * self.accelerator.num_processes
-        self.step = self.epoch = self.samples = 0
-        # Each rank draws its own numbers for dropout.
-        torch.manual_seed(self.rank)
-
-    def state(self) -> dict[str, Any]:
-        """Return what the run must remember; all ranks call, as each has a random state."""
-        # The optimizer inside: accelerate's wrapper is one by inheritance only.
-        weights, moments = get_state_dict(self.model, self.optimizer.optimizer)
-        return {
-            "model": weights,
-            "optimizer": moments,
-            "scheduler": self.scheduler.state_dict(),
-            "step": self.step,
-            "epoch": self.epoch,
-            "samples": self.samples,
-            # One text, so that another number of ranks finds it, too.
-            "rng": " ".join(gather_object([torch.get_rng_state().numpy().tobytes().hex()])),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` was filled with."""
-        set_state_dict(
-            self.model,
-            self.optimizer.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.step, self.epoch, self.samples = state["step"], state["epoch"], state["samples"]
-        drawn = state["rng"].split()
-        if len(drawn) == self.accelerator.num_processes:
-            found = bytearray.fromhex(drawn[self.rank])
-            torch.set_rng_state(torch.frombuffer(found, dtype=torch.uint8))
-        else:
-            torch.manual_seed(1000 * self.step + self.rank)
-
-    def learn(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Make one step and return this rank's loss."""
-        loss = torch.nn.functional.mse_loss(self.model(inputs), targets)
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self.step += 1
-        self.samples += self.batch
-        return loss.item()
-
-
-def train(url: str, steps: int, kill_at: int | None = None) -> None:
-    """Train up to `steps`; `kill_at` ends the last rank as the out-of-memory killer would."""
-    run = Run()
     with CheckpointManager(url, keep=KeepLatest(2), mode="thread") as manager:
-        state = run.state()
-        restored = manager.restore(state)
+        restored = restore_state(accelerator, manager)
         if restored is not None:
-            run.load(state)
-            print(f"rank {run.rank} resumed from {restored.info.name}", flush=True)
-        while run.step < steps:
-            done = run.samples // run.batch
-            batches = run.accelerator.skip_first_batches(run.batches, done)
-            batches.set_epoch(run.epoch)
-            for inputs, targets in batches:
-                loss = run.learn(inputs, targets)
-                print(f"rank {run.rank} step {run.step} loss {loss.hex()}", flush=True)
-                if run.step % SAVE_EVERY == 0 or run.step == steps:
+            print(f"resumed from {restored.info.name}", flush=True)
+        while progress.step < steps:
+            batches.set_epoch(progress.epoch)
+            for inputs, targets in accelerator.skip_first_batches(batches, progress.batch):
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                progress.step += 1
+                progress.batch += 1
+                rank = accelerator.process_index
+                print(f"rank {rank} step {progress.step} loss {loss.item()!r}", flush=True)
+                if progress.step % SAVE_EVERY == 0 or progress.step == steps:
                     # After a restart this step may have been saved before.
-                    manager.save_async(run.step, run.state(), overwrite=True)
-                if run.step == kill_at and run.rank == run.accelerator.num_processes - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if run.step == steps:
+                    state = collect_state(accelerator)
+                    manager.save_async(progress.step, state, overwrite=True)
+                if progress.step == steps:
                     break
             else:
-                run.epoch, run.samples = run.epoch + 1, 0
-    run.accelerator.end_training()
+                progress.epoch, progress.batch = progress.epoch + 1, 0
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], *(int(number) for number in sys.argv[2:]))
+    train(sys.argv[1], int(sys.argv[2]))

@@ -93,10 +93,11 @@ class RedisBackend(store.Backend):
 
     def put(self, path: str, data: store.Buffers, **terms: Any) -> None:
         """Send one piece, and have the name refer to it if the condition holds."""
+        part = store.Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         token = self.begin_upload(path, write_id="", copies=False)
         try:
-            self.put_part(path, token, 0, 0, data, last=True)
-            self._publish(path, token, sum(view.nbytes for view in data), **terms)
+            self.put_part(path, token, part, data, last=True)
+            self._publish(path, token, part.size_bytes, **terms)
         except BaseException:
             self.abort_upload(path, token)
             raise
@@ -168,14 +169,14 @@ class RedisBackend(store.Backend):
         return token
 
     def put_part(
-        self, path: str, token: str, number: int, offset: int, data: store.Buffers, *, last: bool
+        self, path: str, token: str, part: store.Part, data: store.Buffers, *, last: bool
     ) -> str:
         """Set one piece, in place of what an earlier attempt left, if the upload is open."""
         if not self._client.hexists(_UPLOADS, token):
             raise FileNotFoundError(f"the upload of {path} is over")
-        pipe, body = self._client.pipeline(), b"".join(data)
-        pipe.hset(_key("pieces", token), str(offset), len(body))
-        pipe.set(_key("piece", token, offset), body).execute()
+        pipe = self._client.pipeline()
+        pipe.hset(_key("pieces", token), str(part.offset), part.size_bytes)
+        pipe.set(_key("piece", token, part.offset), b"".join(data)).execute()
         return ""
 
     def complete_upload(

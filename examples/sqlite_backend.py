@@ -186,13 +186,13 @@ class SqliteBackend(store.Backend):
         return token
 
     def put_part(
-        self, path: str, token: str, number: int, offset: int, data: store.Buffers, *, last: bool
+        self, path: str, token: str, part: store.Part, data: store.Buffers, *, last: bool
     ) -> str:
         """Insert one piece, in place of what an earlier attempt left."""
-        del number, last
+        del last
         with self._writing() as db:
             self._check_open(db, path, token)
-            _insert(db, token, offset, data)
+            _insert(db, token, part.offset, data)
         return ""
 
     def complete_upload(

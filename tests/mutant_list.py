@@ -42,6 +42,8 @@ _LOCAL = "tests/stores/test_store_local.py"
 _MANAGER = "tests/api/test_manager.py"
 _MANIFESTS = "tests/format/test_manifests.py"
 _OPENED = "tests/api/test_checkpoint.py"
+_FLIPPED = "tests/api/test_flipped_copies.py"
+_COPY_PART = "tests/api/test_copy_part.py"
 _OVERTAKEN = "tests/protocol/test_overtaken_exports.py"
 _OVERWRITE = "tests/api/test_overwrite.py"
 _POSIX = "tests/protocol/test_posix_faults.py"
@@ -51,6 +53,7 @@ _REMOTE = "tests/stores/test_store_remote_faults.py"
 _REPLACED = "tests/protocol/test_replaced_files.py"
 _RETENTION = "tests/unit/test_retention.py"
 _RETRY = "tests/stores/test_store_retry.py"
+_REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
@@ -493,37 +496,37 @@ _BACKGROUND_MUTANTS = [
 
 _STORE_MUTANTS = [
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "self._posix.fsync(fd)",
         "self._posix.fstat(fd)",
         [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "self._posix.sync_names(self._folder)",
         "self._posix.stat(self._folder)",
         [f"{_POSIX}::test_what_was_reported_done_survives_a_power_cut"],
     ),
     Mutant(
-        "store/backends/drafts.py",
-        "if found.st_size != total_bytes:",
-        "if found.st_size > total_bytes:",
+        "store/backends/temp_files.py",
+        "if stat.st_size != total_bytes:",
+        "if stat.st_size > total_bytes:",
         [f"{_POSIX}::test_a_write_that_was_not_carried_out_is_noticed"],
     ),
     Mutant(
-        "store/backends/drafts.py",
-        "if (found.st_dev, found.st_ino) == self._identity:",
-        "if found.st_ino and self._identity:",
+        "store/backends/temp_files.py",
+        "if (target.st_dev, target.st_ino) == self._identity:",
+        "if target.st_ino and self._identity:",
         [f"{_POSIX}::test_a_lost_link_is_not_confused_with_a_backup"],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "if alone and self._user_count:",
         "if alone and self._user_count < 0:",
         [_RETRY, _POSIX],
     ),
     Mutant(
-        "store/backends/drafts.py",
+        "store/backends/temp_files.py",
         "{target_name[:_KEPT_NAME_CHARS]}",
         "{target_name}",
         [f"{_LOCAL}::test_a_long_name_leaves_room_for_the_temporary_one"],
@@ -548,8 +551,8 @@ _STORE_MUTANTS = [
     ),
     Mutant(
         "store/backends/local.py",
-        "if max_bytes is not None and found.st_size > max_bytes:",
-        "if max_bytes is not None and found.st_size < 0:",
+        "if max_bytes is not None and stat.st_size > max_bytes:",
+        "if max_bytes is not None and stat.st_size < 0:",
         ["tests/stores/test_bounded_reads.py"],
     ),
     Mutant(
@@ -572,7 +575,7 @@ _STORE_MUTANTS = [
     ),
     Mutant(
         "store/calls.py",
-        "and failure.kind not in _NEVER",
+        "and failure.kind not in _NOT_RETRIED",
         "and failure.kind not in ()",
         [f"{_RETRY}::test_what_may_help_is_repeated_and_nothing_else"],
     ),
@@ -605,31 +608,31 @@ _STORE_MUTANTS = [
     ),
     Mutant(
         "store/store.py",
-        'if not in_doubt and (found == "nothing" or not unsynced):',
+        'if not in_doubt and (writer == "nobody\'s" or not unsynced):',
         "if not in_doubt:",
         [f"{_COMMIT}::test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not"],
     ),
     Mutant(
         "store/store.py",
-        'if found == "ours" and not unsynced:',
-        'if found == "ours":',
+        'if writer == "ours" and not unsynced:',
+        'if writer == "ours":',
         [f"{_COMMIT}::test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not"],
     ),
     Mutant(
         "store/store.py",
-        'return "nothing" if version is not None and found.version == version else "other"',
-        'return "other"',
+        "content.version == version else",
+        "content.version != version else",
         [f"{_RETRY}::test_a_lost_answer_to_a_conditional_put_is_settled"],
     ),
     Mutant(
-        "store/store.py",
+        "store/range_reads.py",
         "if total_bytes >= stop:",
         "if total_bytes > stop:",
         [f"{_RETRY}::test_a_response_cut_before_the_end_of_the_object_is_read_again"],
     ),
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
-        "store/store.py",
+        "store/range_reads.py",
         "lent.release()",
         "lent.tobytes",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
@@ -671,9 +674,9 @@ _STORE_MUTANTS = [
         [f"{_RETRY}::test_the_timeout_of_a_request_is_not_called_that_of_its_phase"],
     ),
     Mutant(
-        "store/deadline.py",
-        "self._beside.failed(self.failure() or error)",
-        "self._beside.failed(error)",
+        "store/monitor.py",
+        "self._parent.failed(self.failure() or error)",
+        "self._parent.failed(error)",
         ["tests/unit/test_relay.py"],
     ),
     Mutant(
@@ -698,7 +701,7 @@ _TRANSFER_MUTANTS = [
         [f"{_WRITER}::test_a_slow_down_halves_the_number_once_for_all_that_were_under_way"],
     ),
     Mutant(
-        "transfer/pacing.py",
+        "transfer/budget.py",
         "while self._queue[0] is not turn or self.held_bytes",
         "while self.held_bytes",
         [f"{_WRITER}::test_claims_are_served_in_their_order"],
@@ -711,14 +714,14 @@ _TRANSFER_MUTANTS = [
     ),
     Mutant(
         "transfer/ranges.py",
-        "                self.given_up.set()",
-        "                self.given_up.is_set()",
+        "                self.cancelled.set()",
+        "                self.cancelled.is_set()",
         [f"{_TRANSFER}::test_a_failed_load_touches_no_target_after_it_was_raised"],
     ),
     Mutant(
         "transfer/ranges.py",
-        "judged = stop if stop == length else stop - stop % read.block_bytes",
-        "judged = stop",
+        "block_end = stop if stop == length else stop - stop % read.block_bytes",
+        "block_end = stop",
         [f"{_TRANSFER}::test_a_check_gets_whole_blocks"],
     ),
     Mutant(
@@ -967,14 +970,14 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/model.py",
-        "if found.save_id != save_id:",
-        "if not found.save_id:",
+        "if document.save_id != save_id:",
+        "if not document.save_id:",
         [_DAMAGED_FILES, _DAMAGED],
     ),
     Mutant(
         "source/model.py",
-        "if found != wanted or listed != box:",
-        "if found != wanted:",
+        "if actual != expected or listed != box:",
+        "if actual != expected:",
         [f"{_DAMAGED}::test_documents_that_contradict_each_other_are_found"],
     ),
     Mutant(
@@ -1003,8 +1006,8 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/opening.py",
-        "            if not looks_left:",
-        "            if looks_left:",
+        "            if not attempts_left:",
+        "            if attempts_left:",
         [_OVERWRITE, _REPLACED],
     ),
 ]
@@ -1021,6 +1024,54 @@ _SAVES_MUTANTS = [
         '"committed", "raise with info")',
         '"committed", "return")',
         ["tests/unit/test_save_outcome.py"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "return digest.digest() == known",
+        "return digest.digest() != b''",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "(dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)",
+        "file.payload_bytes[at] == item.payload_bytes",
+        [f"{_REUSE}::test_equal_names_are_not_enough"],
+    ),
+    Mutant(
+        "saves/base.py",
+        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in COPY_REFUSALS:",
+        [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "age >= self._full_every:",
+        "age > self._full_every:",
+        [f"{_REUSE}::test_a_file_is_written_anew_once_so_many_checkpoints_have_it"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "changed.add(key)",
+        "pass",
+        [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "unique <= equal",
+        "unique & equal",
+        [f"{_REUSE}::test_a_value_that_is_gone_is_in_no_file"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "and not is_worth(staying - reused)",
+        "and staying == reused",
+        [f"{_REUSE}::test_a_small_value_that_joins_does_not_make_the_others_written"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "return 0 if has_linked else self._count + 1",
+        "return 0",
+        [f"{_REUSE}::test_a_run_of_which_nothing_stays_is_hashed_three_times"],
     ),
     Mutant(
         "saves/shardfile.py",
@@ -1079,23 +1130,26 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "if count == 0 or connection is None or keys.client.connection is not connection:",
-        "if count < 0:",
+        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
     ),
     Mutant(
-        "coordination/rounds.py",
-        "if count == self._world_size - 1:",
-        "if count == self._world_size:",
-        [
-            f"{_ROUNDS}::test_a_save_costs_a_member_twelve_requests_at_most",
-            "tests/protocol/test_messages.py",
-        ],
+        "coordination/keyvalue.py",
+        "return keys[at:]",
+        "return keys if at < len(names) else []",
+        [f"{_ROUNDS}::test_a_poll_begins_at_the_first_request_with_a_missing_key"],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "(now_s - begin_s) / 20)",
+        "0.0)",
+        [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
         "coordination/liveness.py",
-        "> self._allowed_misses and self._is_worker_silent(rank):",
-        "> self._allowed_misses:",
+        "self._misses[rank] = 0",
+        "pass",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
@@ -1219,7 +1273,16 @@ _EXPORT_MUTANTS = [
         [_OVERTAKEN],
     ),
     Mutant(
-        "export/write.py", "self._export.check_held()", "_ = self._export.check_held", [_OVERTAKEN]
+        "export/write.py",
+        "        self._export.check_held()\n        self._export.prepare_names()",
+        "        self._export.prepare_names()",
+        [_OVERTAKEN],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._export.check_held()\n                upload.complete",
+        "                upload.complete",
+        [_OVERTAKEN],
     ),
     Mutant(
         "export/write.py",
@@ -1322,6 +1385,42 @@ _EXPORT_MUTANTS = [
         "            store.delete(sorted(indexes.intersection(here)))\n",
         "",
         ["tests/api/test_export_files.py"],
+    ),
+    Mutant(
+        "export/write.py",
+        "                self._mismatches.append((region, mismatch))\n        self._make_again()\n",
+        "                raise mismatch from None\n",
+        [f"{_FLIPPED}::test_ranks_read_a_wrong_byte_of_a_shared_file_again"],
+    ),
+    Mutant(
+        "export/write.py",
+        "        if crc32c != file.crc32c:\n",
+        "        if crc32c is None:\n",
+        [f"{_COPY_PART}::test_a_wrong_copy_of_the_storage_is_read_and_sent"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "or crc32c not in {None, crc32c_of(data)}:",
+        "or crc32c == -1:",
+        [f"{_FLIPPED}::test_a_copy_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "checks = iter([self._check, self._check_anew])",
+        "checks = iter([self._check, self._check])",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)",
+        "place",
+        [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
+    ),
+    Mutant(
+        "export/folder.py",
+        "            old |= here & {seal.file.path for seal in seals if seal}\n",
+        "",
+        [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
     ),
     Mutant(
         "export/layout.py",

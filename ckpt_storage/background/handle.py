@@ -65,7 +65,7 @@ class SaveHandle:
 
     @property
     def save_id(self) -> str | None:
-        """The save id; None until the ranks have agreed on one."""
+        """The save id; None until the ranks have agreed on it."""
         return self._info.save_id if self._info is not None else self._source()[1]
 
     def done(self) -> bool:

@@ -23,10 +23,15 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatRequest:
-    """Has the worker send heartbeats of its rank until the save ends; it sends no response."""
+    """Has the worker send heartbeats of its rank until the save ends; it sends no response.
+
+    `number` is that of the operation.
+    """
 
     store: StoreAddress
     key: str
+    number: int
+    beat_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ class SaveQueue:
             # Pickled here: an error, and with it this request, may live longer than the copy.
             staged=pickle.dumps(staging.staged),
             arena_bytes=staging.arena.size_bytes,
-            global_ranks=tuple(self.ranks.lane.names),
+            global_ranks=tuple(self.ranks.lane.global_ranks),
         )
         progress = save.options.progress
         return WorkerSave(self.worker, operation, session, request, staging.arena.file, progress)

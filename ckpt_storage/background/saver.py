@@ -55,13 +55,13 @@ class AsyncSaver:
     """Saves in the background, in order; a context manager that every rank of the group makes.
 
     `save` copies the state into reused host memory and returns; the rest happens in a thread, or
-    in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
+    in a worker process of this rank. Saves of one saver commit in the order of their calls.
     No collective runs on any process group, and every wait has a deadline. If a worker is killed, a
     rank dies or a storage hangs, the save fails with an error that names it; training can go on.
 
     Args:
-        process_group: the ranks that save; default: the default group; without one, this process.
-        mode: "process": each rank spawns a worker now, and a new one after that has died. The
+        process_group: the ranks that save; default: the default group, else this process.
+        mode: "process": each rank starts a worker now, and another worker if that dies. The
             trainer makes the local plan and copies the state; the worker writes it, and the worker
             of rank 0 also makes the global plan and commits. A consolidation runs in the trainer,
             in the saver's thread. If a worker is killed before its shard is written, or the worker
@@ -180,6 +180,8 @@ class AsyncSaver:
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
         groups: Sequence[str] = DEFAULT_GROUPS,
+        base: str | os.PathLike[str] | None = None,
+        stable: str | Sequence[str] = (),
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -208,9 +210,11 @@ class AsyncSaver:
         options: SaveOptions,
         *,
         block_until_staged: bool,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[SaveOptions], SaveOptions] = lambda options: options,
     ) -> SaveHandle:
-        """Begin a save; `prepare` is called first, and its error fails the save on all ranks.
+        """Begin a save with the options that `prepare` returns, once there is room for it.
+
+        An error of `prepare` fails the save on all ranks.
 
         Errors of earlier saves are kept for `raise_earlier`, `wait` and `close`.
         """
@@ -237,7 +241,7 @@ class AsyncSaver:
             try:
                 self._make_room(status, t)
                 with as_checkpoint_errors(f"the staging for {status.url}", rank):
-                    prepare()
+                    job.options = prepare(options)
                     self._stage(job, state, block_until_staged=block_until_staged)
             except BaseException as error:
                 # The other ranks wait for this rank in this save: the queue sends them the error.
@@ -448,6 +452,8 @@ def save_async(  # all that `save` takes, and one argument more
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
     groups: Sequence[str] = DEFAULT_GROUPS,
+    base: str | os.PathLike[str] | None = None,
+    stable: str | Sequence[str] = (),
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy
 from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
-from ckpt_storage.coordination.liveness import WORKER_BEAT_S, Heartbeats, worker_keys
+from ckpt_storage.coordination.liveness import Heartbeats, heartbeat_keys
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
@@ -45,10 +45,10 @@ BEAT_S = 0.25
 
 
 class _SaveMonitor(Heartbeats):
-    """The `Watch` of a save in the worker: phases and progress, and the error that cancels it."""
+    """Monitors a save in the worker: phases and progress, and the error that cancels it."""
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
-        super().__init__(rank)
+        super().__init__(rank, process_id=os.getppid())
         self.timeouts = Timeouts()
         self.error: CheckpointError | None = None
         self._send = send
@@ -57,7 +57,7 @@ class _SaveMonitor(Heartbeats):
         """Begin a phase, in the trainer as well."""
         self._send(phase)
         self.begin(phase, 0)
-        return Deadline(phase, getattr(self.timeouts, phase), watch=self)
+        return Deadline(phase, getattr(self.timeouts, phase), monitor=self)
 
     def failure(self) -> CheckpointError | None:
         return self.error
@@ -193,7 +193,7 @@ class Worker:
         elif isinstance(message, HeartbeatRequest):
             if self._beats is None:
                 self._beats = threading.Event()
-                beat = partial(_send_heartbeats, message, self._beats)
+                beat = partial(_send_heartbeats, message, self._monitor, self._beats)
                 threading.Thread(target=beat, name="ckpt-storage heartbeats", daemon=True).start()
         elif isinstance(message, StepCall):
             self._calls.put(partial(self._step, message))
@@ -203,15 +203,13 @@ class Worker:
             self._monitor.error = self._monitor.error or message
 
 
-def _send_heartbeats(request: HeartbeatRequest, end: threading.Event) -> None:
+def _send_heartbeats(request: HeartbeatRequest, progress: Heartbeats, end: threading.Event) -> None:
     """Send heartbeats of this rank until `end`, while the trainer may be busy in C code."""
-    keys = worker_keys(StoreClient(request.store.connect))
+    keys = heartbeat_keys(StoreClient(request.store.connect))
+    progress.number = request.number
     try:
-        count = 0
-        while not end.wait(WORKER_BEAT_S):
-            count += 1
-            keys.set(request.key, f"{os.getpid()} {count}".encode(), 2 * WORKER_BEAT_S)
-        keys.delete(request.key, WORKER_BEAT_S)
+        while not end.wait(request.beat_s):
+            keys.set(request.key, progress.pack(), 2 * request.beat_s)
     except LostStoreError as error:
         # The trainer sends heartbeats, too.
         log.debug("no heartbeats from the worker: %s", error)

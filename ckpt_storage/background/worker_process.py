@@ -104,7 +104,7 @@ class WorkerProcess:
             # A worker that waits sends nothing: what can be read is its end.
             if not (self.check_start() and self._pipe.poll()) and self.pid is not None:
                 return True
-        log.warning("The %s %s; a new one is started.", self.name, self.exit_description())
+        log.warning("The %s %s; a new worker is started.", self.name, self.exit_description())
         self.close()
         return False
 

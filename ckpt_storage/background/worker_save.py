@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
-from ckpt_storage.coordination.liveness import RankProgress
+from ckpt_storage.coordination.liveness import RankProgress, beat_interval_s
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.observe.stats import OperationStats
@@ -23,7 +23,7 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.rank_save import Proposal
 from ckpt_storage.saves.save import find_outcome, unknown_outcome
 from ckpt_storage.saves.session import SaveSession
-from ckpt_storage.store.threads import halted
+from ckpt_storage.store.threads import park_if_exiting
 
 from .messages import (
     FinishCall,
@@ -108,9 +108,14 @@ class WorkerSave:
         lane = self._operation.lane
         store = None if lane.world_size == 1 else lane.keys.client.address()
         if store is not None:
-            key = lane.heartbeat_key(lane.rank)
+            request = HeartbeatRequest(
+                store=store,
+                key=lane.heartbeat_key(lane.rank),
+                number=lane.number,
+                beat_s=beat_interval_s(lane.world_size, self._operation.timeouts.silence),
+            )
             with contextlib.suppress(WorkerGoneError):  # the call that follows finds it gone
-                self._worker.send(HeartbeatRequest(store=store, key=key))
+                self._worker.send(request)
 
     def write(self) -> object:
         """Return the packed report of this rank."""
@@ -196,7 +201,7 @@ class WorkerSave:
         with contextlib.ExitStack() as stack:
             show: Callable[[int], None] | None = None
             while True:
-                halted()
+                park_if_exiting()
                 failure = operation.failure()
                 if failure is not None and notified_s == math.inf:
                     worker.send(picklable_copy(failure))
@@ -206,7 +211,7 @@ class WorkerSave:
                     quiet_checks += 1
                     if quiet_checks * LOOK_S > worker.silence_s:
                         raise WorkerGoneError(
-                            f"gave no sign of life for {worker.silence_s:g} s and was ended"
+                            f"sent no message for {worker.silence_s:g} s and was ended"
                         )
                     end_s = min(operation.deadline.at_monotonic_s, notified_s) + worker.silence_s
                     if time.monotonic() > end_s + _GRACE_S:
@@ -257,7 +262,7 @@ class WorkerSave:
 def pack_options(options: SaveOptions) -> bytes:
     """Return options as a worker gets them. Raises `InvalidInputError`."""
     try:
-        # Callables of the trainer stay here: they get what the worker's heartbeats report.
+        # Callables of the trainer are not sent: they get the progress that the worker reports.
         return pickle.dumps(replace(options, progress=None, consolidate=None))
     except BaseException as error:
         raise InvalidInputError(

@@ -235,6 +235,8 @@ def _verdict(report: VerifyReport, *, is_deep: bool) -> Iterator[str]:
             yield f"The export {export.path or '.'} is of another save ({export.save_id})."
         if export.is_unfinished:
             yield f"The export {export.path} is not finished; consolidate again, or delete it."
+    if report.link_counts:
+        yield f"Linked to other checkpoints: {', '.join(sorted(report.link_counts))}"
     has_checksums = is_deep and report.format == "ckpt_storage"
     checked = human_bytes(report.checked_bytes) if has_checksums else "documents and lengths"
     verdict = "sound" if report.ok else f"problems: {len(report.problems)}"

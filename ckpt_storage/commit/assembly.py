@@ -127,7 +127,8 @@ def commit_save(
     ref = FileRef.of(path, document)
     if stats is not None:
         file_bytes = sum(file.size_bytes for report in checked for file in report.files)
-        stats = dataclasses.replace(stats, total_bytes=file_bytes)
+        reused_bytes = sum(report.reused_bytes for report in checked)
+        stats = dataclasses.replace(stats, total_bytes=file_bytes, reused_bytes=reused_bytes)
     record = commit(
         store,
         ticket,

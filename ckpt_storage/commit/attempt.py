@@ -38,7 +38,8 @@ class SaveTicket:
 
     `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
     commit aims at the next slot. With `with_places` ranks report where their items lie. Each of
-    `groups`, patterns of names, has files of its own.
+    `groups`, patterns of names, has files of its own. Ranks may reuse their files of the save
+    `base_id`, "" for none, of the checkpoint at `base_url`.
     """
 
     save_id: str
@@ -48,6 +49,8 @@ class SaveTicket:
     world_size: int = 1
     with_places: bool = True
     groups: tuple[str, ...] = ()
+    base_url: str = ""
+    base_id: str = ""
 
 
 def begin(

@@ -149,7 +149,7 @@ def publish(
     timeouts = Timeouts.of(timeout)
     deadline = Deadline("commit", timeouts.commit)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
-    with deadline.governs(f"Publishing {location.url}"):
+    with deadline.annotate_errors(f"Publishing {location.url}"):
         if slotlog.read_log(store).head is None:
             raise CheckpointNotFoundError(
                 f"{location.url} holds no checkpoint of this package.",

@@ -49,7 +49,7 @@ class RankReport:
     each, and offsets, then sizes, of each in turn. Of `places`, which are there if the coordinator
     asked for them: rows of all items: file number, start, bytes. `ties` maps alias to target: what
     is the same memory in the state of this rank; `tied` has the chunks with elements of such
-    tensors: FQN, box, checksum.
+    tensors: FQN, box, checksum. `reused_bytes` are of files that an earlier save wrote.
     """
 
     save_id: str
@@ -65,6 +65,7 @@ class RankReport:
     places: bytes | None
     ties: Mapping[str, str]
     tied: Sequence[tuple[str, Box, int]]
+    reused_bytes: int
 
     @classmethod
     def of(
@@ -103,6 +104,7 @@ class RankReport:
             places=_packed(np.array(places, dtype=np.int64)) if with_places else None,
             ties=dict(ties),
             tied=_tied(manifest, {*ties, *ties.values()}) if ties else (),
+            reused_bytes=sum(file.size_bytes for file in files if file.age),
         )
 
 

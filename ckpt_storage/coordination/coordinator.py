@@ -1,20 +1,30 @@
-"""The coordinator in a round: it collects payloads, claims the round and answers."""
+"""The coordinator in a round: it collects payloads, compares operations, claims and answers."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from .identity import Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
+from .liveness import RankProcess
 from .operation_rounds import OperationRounds
 from .rounds import ByRank, Failed, Released
 
 log = logging.getLogger("ckpt_storage")
 
-_LOOK_S = 1.0
-"""How often the coordinator checks for arrivals: the key that announces them is a hint."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The payload of the first round. `terms` are further values that ranks must share."""
+
+    identity: Identity
+    terms: Mapping[str, str]
+    value: Any
+    process: RankProcess | None
 
 
 class Coordinator:
@@ -26,32 +36,26 @@ class Coordinator:
     def collect(self) -> dict[int, Any]:
         """Return the payloads of the other ranks; without those that are late at the deadline."""
         rounds, phases = self._rounds, self._rounds.phases
-        current = rounds.current()
-        keys = [current.arrival_key_of(rank) for rank in rounds.others]
-        look_s = max(_LOOK_S, rounds.lane.world_size / 1_000)
-        while True:
+        current, arrived = rounds.current(), rounds.others
+        missing: Sequence[str] = [current.arrival_key_of(rank) for rank in rounds.others]
+
+        def have_arrived() -> bool:
+            nonlocal missing
+            if isinstance(rounds.release, Failed):
+                rounds.note_failed(rounds.release, rounds.round_number)
             rounds.raise_failure()
-            if rounds.lane.keys.has_all(keys, phases.patience_s):
-                rounds.free_listener(current.all_key)
-                return current.payloads(rounds.others, phases.patience_s)
-            if time.monotonic() > phases.end_s:
-                arrived = current.arrived(rounds.others, phases.patience_s)
-                return current.payloads(arrived, phases.patience_s)
             phases.log_late(self._late_names)
-            end_s = min(phases.end_s, time.monotonic() + look_s)
-            rounds.wait_for(lambda: rounds.has_signal, end_s)
-            with rounds.changed:
-                rounds.has_signal = False
-            # The key that announces a failure is a hint, too.
-            verdict = current.read_verdict(phases.patience_s)
-            if isinstance(verdict, Failed):
-                rounds.free_listener(current.all_key)
-                rounds.note_failed(verdict, rounds.round_number)
+            missing = rounds.lane.keys.skip_present(missing, phases.patience_s)
+            return not missing
+
+        if not rounds.poll(have_arrived, phases.end_s):
+            arrived = current.arrived(rounds.others, phases.patience_s)
+        return current.payloads(arrived, phases.patience_s)
 
     def _late_names(self) -> list[int]:
         rounds = self._rounds
         arrived = rounds.current().arrived(rounds.others, rounds.phases.patience_s)
-        return rounds.lane.names_of(sorted({*rounds.others} - {*arrived}))
+        return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*arrived}))
 
     def claim(self) -> None:
         """Take the decision of this round. Raises why a rank failed before."""
@@ -75,8 +79,7 @@ class Coordinator:
         if rounds.lane.world_size == 1:
             return own
         current, patience_s = rounds.current(), rounds.phases.patience_s
-        has_arrivals = rounds.has_claimed
-        if not has_arrivals:
+        if not rounds.has_claimed:
             self.claim()
         if not rounds.is_commit:
             rounds.raise_failure()
@@ -89,9 +92,6 @@ class Coordinator:
         try:
             size_bytes = current.release(release, patience_s, answers)
             rounds.lane.own(current.release_key, size_bytes=size_bytes)
-            if not has_arrivals:
-                # No member arrives in such a round, and this rank's listener waits for that.
-                rounds.lane.keys.set(current.all_key, b"", patience_s)
         except LostStoreError as error:
             if not rounds.is_commit:
                 raise
@@ -102,13 +102,73 @@ class Coordinator:
         rounds.end_round(is_last=is_last)
         return own
 
-    def abandon(self, failed: Failed) -> None:
-        """End the first round, as the operations of ranks differ.
+    # The first round.
+
+    def convene(self, own: Arrival, decide: Callable[[list[Any]], Any]) -> Any:  # noqa: ANN401  # as `decide` returns
+        """Collect the arrivals; decide for all ranks, or abandon the number. Return the answer."""
+        rounds, lane = self._rounds, self._rounds.lane
+        arrivals: dict[int, Arrival] = {lane.rank: own, **self.collect()}
+        missing = [rank for rank in range(lane.world_size) if rank not in arrivals]
+        self._abandon_if_different(arrivals, is_complete=not missing)
+        if missing:
+            known = lane.find_elsewhere(missing, rounds.phases.patience_s)
+            raise rounds.phases.late(lane.global_ranks_of(missing), "not arrived", known)
+        self.claim()
+        if not lane.has_met:
+            processes = {rank: arrival.process for rank, arrival in arrivals.items()}
+            lane.publish_processes(processes, rounds.phases.patience_s)
+        values = [arrivals[rank].value for rank in range(lane.world_size)]
+        # Payloads of all ranks are large; no reference to them is kept here.
+        del arrivals
+        decision = decide(values)
+        del values
+        return self.answer(decision)
+
+    def _abandon_if_different(self, arrivals: Mapping[int, Arrival], *, is_complete: bool) -> None:
+        """Abandon the number if the operations of ranks differ, or their terms.
 
         Raises why this rank fails, or `NumberAbandonedError` if it goes on under the next number.
         """
-        rounds = self._rounds
+        rounds, lane = self._rounds, self._rounds.lane
+        identities = {lane.global_ranks[rank]: arrivals[rank].identity for rank in sorted(arrivals)}
+        lane.identities[lane.number] = identities
+        abandonment = find_disagreement(
+            identities,
+            {lane.global_ranks[rank]: arrivals[rank].terms for rank in sorted(arrivals)},
+            read_earlier=self._read_earlier,
+            phase="load" if identities[rounds.global_rank].kind == "the load" else "plan",
+            is_complete=is_complete,
+        )
+        if abandonment is None:
+            return
+        failed = Failed(
+            rank=rounds.global_rank,
+            error=abandonment.error,
+            identity=abandonment.identity,
+            is_decision=True,
+        )
         verdict = rounds.current().fail(failed, rounds.phases.patience_s)
         assert isinstance(verdict, Failed)  # noqa: S101  # only this rank claims
         rounds.note_failed(verdict, 1)
         rounds.raise_failure()
+
+    def _read_earlier(self) -> list[Mapping[int, Identity]]:
+        """Return the identities of ranks under each of the last numbers that failed.
+
+        A payload may be large, so it is read once; a rank may have arrived after the failure.
+        """
+        lane, patience_s = self._rounds.lane, self._rounds.phases.patience_s
+        earlier = list[Mapping[int, Identity]]()
+        for number in lane.recent_failed_numbers():
+            identities = lane.identities.setdefault(number, {})
+            unknown = [
+                rank for rank in self._rounds.others if lane.global_ranks[rank] not in identities
+            ]
+            first_round = lane.round(lane.prefix(number), 1)
+            arrived = first_round.arrived(unknown, patience_s)
+            arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
+            identities |= {
+                lane.global_ranks[rank]: arrival.identity for rank, arrival in arrivals.items()
+            }
+            earlier.append(identities)
+        return earlier

@@ -55,7 +55,15 @@ def error_for_peers(
     names_another = isinstance(error, PhaseTimeoutError) and error.rank not in {None, rank}
     if not is_foreign and (is_general or names_another):
         return error
-    return _with_rank(rank, error, what)
+    failed = RankFailedError(
+        f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
+        failures={rank: str(error)},
+        rank=rank,
+        phase=error.phase or "plan",
+        path=error.path,
+    )
+    failed.__cause__ = error
+    return failed
 
 
 def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
@@ -70,19 +78,6 @@ def add_context(error: CheckpointError, what: str, *, rank: int, phase: str) -> 
     # Not "failed": a save whose outcome is unknown, or that is not published, has not failed.
     text = text.removeprefix(f"{what[:1].upper()}{what[1:]} failed on rank {failed}: ")
     error.args = (f"In the {error.phase} phase of {what}, {at}: {text}",)
-
-
-def _with_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
-    """Return the error of the other ranks when `rank` failed with `error`."""
-    failed = RankFailedError(
-        f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
-        failures={rank: str(error)},
-        rank=rank,
-        phase=error.phase or "plan",
-        path=error.path,
-    )
-    failed.__cause__ = error
-    return failed
 
 
 def ranks_lost_error(

@@ -16,7 +16,7 @@ from ckpt_storage.options import Timeouts
 from .failures import add_context, as_checkpoint_errors
 from .keyvalue import KeyValues, LostStoreError, StoreClient
 from .lane import Lane
-from .liveness import Heartbeats
+from .liveness import Heartbeats, heartbeat_keys
 from .operation import Operation
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class _Lanes:
 
         For example, one rank calls `save` and another `save_async`.
         """
+        heartbeats = heartbeat_keys(self.client)
         with suppress(LostStoreError):
             for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
                 here = self.by_name.get(name)
@@ -55,7 +56,7 @@ class _Lanes:
                     continue
                 number = (here.lane.number if here else 0) + 1
                 for rank in ranks[:_MAX_LOOKUPS]:
-                    beat = keys.get(f"{session.decode()}/alive/{rank}", timeout_s)
+                    beat = heartbeats.get(f"{session.decode()}/{rank}", timeout_s)
                     if beat is not None and Heartbeats.number_of(beat) == number:
                         return (
                             f"; rank {self.global_ranks[rank]} waits in another operation of this "
@@ -80,17 +81,16 @@ class RankGroup:
         self.lane = lane
         self.keys = lane.keys
         self.rank = lane.rank
-        self.global_rank = lane.names[lane.rank]
+        self.global_rank = lane.global_ranks[lane.rank]
         self.world_size = lane.world_size
         self.is_coordinator = lane.is_coordinator
         self._is_owned = False
         self._lock = threading.Lock()
 
     @classmethod
-    def alone(cls, rank: int = 0, world_size: int = 1) -> RankGroup:
-        """Return this process as the only rank, or as a rank that shares no store with others."""
-        keys = KeyValues(StoreClient(_no_store), "")
-        return cls(Lane(keys, rank=rank, names=range(world_size)))
+    def alone(cls) -> RankGroup:
+        """Return this process as the only rank."""
+        return cls(Lane(KeyValues(StoreClient(_no_store), ""), rank=0, global_ranks=range(1)))
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ class RankGroup:
             ranks = lanes.by_name.get(lane)
             if ranks is None:
                 keys = KeyValues(lanes.client, f"ckpt_storage/{lane}")
-                state = Lane(keys, rank=lanes.rank, names=lanes.global_ranks)
+                state = Lane(keys, rank=lanes.rank, global_ranks=lanes.global_ranks)
                 state.find_elsewhere = partial(lanes.find_elsewhere, lane)
                 ranks = lanes.by_name[lane] = cls(state)
             if is_owned and ranks._is_owned:  # an object of this class

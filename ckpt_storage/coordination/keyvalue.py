@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
-from ckpt_storage.store.threads import TimedPool, halted
+from ckpt_storage.store.threads import TimedPool, park_if_exiting
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -122,7 +122,7 @@ class StoreClient:
         return self._address
 
     def connect(self) -> dist.Store:
-        """Return a new connection, which the caller owns. Raises `OSError` if nobody listens."""
+        """Return a new connection, which the caller owns. Raises `OSError` if no server listens."""
         if self._has_failed and self._address is not None and self._address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.
@@ -286,11 +286,17 @@ class KeyValues:
 
     def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Return whether every key exists."""
-        batches = (keys[at : at + _CHECK_KEYS] for at in range(0, len(keys), _CHECK_KEYS))
-        return all(
-            bool(self._run("check", [self.name_of(key) for key in batch], timeout_s=timeout_s))
-            for batch in batches
-        )
+        return not self.skip_present(keys, timeout_s)
+
+    def skip_present(self, keys: Sequence[str], timeout_s: float) -> Sequence[str]:
+        """Return `keys` from the first request on in which a key is missing; none if all exist."""
+        names = [self.name_of(key) for key in keys]
+        at = 0
+        while at < len(names) and self._run(
+            "check", names[at : at + _CHECK_KEYS], timeout_s=timeout_s
+        ):
+            at += _CHECK_KEYS
+        return keys[at:]
 
     def present(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Return those of `keys` that exist: halves with a missing key are checked again."""
@@ -309,9 +315,9 @@ class KeyValues:
         """
         return self._compare_set(key, "", _WHOLE + value, timeout_s)[1:]
 
-    def count(self, key: str, timeout_s: float) -> int:
-        """Add 1 to a counter and return it. Not repeated: a lost reply may have counted."""
-        count: int = self._call("add", key, 1, timeout_s=timeout_s, is_idempotent=False)
+    def count(self, key: str, by: int, timeout_s: float) -> int:
+        """Add `by` to a counter and return it. Not repeated: a lost reply may have counted."""
+        count: int = self._call("add", key, by, timeout_s=timeout_s, is_idempotent=by == 0)
         return count
 
     def delete(self, key: str, timeout_s: float, *, size_bytes: int = 0) -> None:
@@ -399,7 +405,7 @@ class KeyListener:
     def _run(self) -> None:
         while (key := self._queue.get()) is not None and not self._is_closed:
             is_present = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
-            halted()
+            park_if_exiting()
             if is_present and not self._is_closed:
                 self._on_key(key)
 

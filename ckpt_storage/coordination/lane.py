@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,18 +43,18 @@ class _Unreported:
 class Lane:
     """The state of one rank on one lane.
 
-    `rank` and `world_size` are those of the group, `names` its global ranks. `number` is that of
-    the last operation that this rank took part in, or abandoned. `has_met`: an operation of this
-    session had all ranks. `identities` are those known of each number since then, by global rank.
-    `processes` are those of the ranks of this host, from then on.
+    `rank` and `world_size` are those of the group. `number` is that of the last operation that this
+    rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
+    `identities` are those known of each number since then, by global rank. `processes` are those of
+    the ranks of this host, from then on.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
-    def __init__(self, keys: KeyValues, *, rank: int, names: Sequence[int]) -> None:
+    def __init__(self, keys: KeyValues, *, rank: int, global_ranks: Sequence[int]) -> None:
         self.keys = keys
         self.rank = rank
-        self.names = names
-        self.world_size = len(names)
+        self.global_ranks = global_ranks
+        self.world_size = len(global_ranks)
         self.is_coordinator = rank == COORDINATOR
         self.number = 0
         self.session = ""
@@ -70,12 +71,8 @@ class Lane:
         self._old_keys: dict[tuple[int, str], int] = {}  # sizes by number and key
 
     def heartbeat_key(self, rank: int) -> str:
-        """Return where a rank sends its heartbeats, in all operations."""
-        return f"{self.session}/alive/{rank}"
-
-    def host_key(self, host: str) -> str:
-        """Return where the coordinator publishes the processes of a host."""
-        return f"{self.session}/host/{host}"
+        """Return the key in `heartbeat_keys` of a rank, in all operations of the session."""
+        return f"{self.session}/{rank}"
 
     def prefix(self, number: int | None = None) -> str:
         """Return the prefix of the keys of the present operation, or of that of a number."""
@@ -83,22 +80,20 @@ class Lane:
 
     def round(self, prefix: str, round_number: int) -> Round:
         """Return a round of the operation of a prefix."""
-        return Round(
-            self.keys, f"{prefix}/{round_number}", rank=self.rank, world_size=self.world_size
-        )
+        return Round(self.keys, f"{prefix}/{round_number}", rank=self.rank)
 
     def recent_failed_numbers(self) -> range:
         """Return the last numbers that failed since all ranks met."""
         return range(max(self._met_number + 1, self.number - _MAX_EARLIER), self.number)
 
-    def names_of(self, ranks: Sequence[int]) -> list[int]:
+    def global_ranks_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the global ranks of ranks of the group."""
-        return [self.names[rank] for rank in ranks]
+        return [self.global_ranks[rank] for rank in ranks]
 
     def begin(self, identity: Identity | None) -> None:
         """Take the next number."""
         self.number += 1
-        own = {} if identity is None else {self.names[self.rank]: identity}
+        own = {} if identity is None else {self.global_ranks[self.rank]: identity}
         self.identities[self.number] = own
         self.identities.pop(self.number - _MAX_EARLIER - 1, None)
 
@@ -165,13 +160,31 @@ class Lane:
         token = self.keys.get("session", timeout_s)
         return token is not None and token.decode() != self.session
 
-    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
-        """Note that all ranks have met in the present operation, and processes of this host."""
+    def publish_processes(
+        self, processes: Mapping[int, RankProcess | None], timeout_s: float
+    ) -> None:
+        """Write the processes of ranks, those of each host under a key; they stay in a session."""
+        by_host: dict[str, dict[int, RankProcess]] = {}
+        for rank, process in processes.items():
+            if process is not None:
+                by_host.setdefault(process.host, {})[rank] = process
+        packed = {self._host_key(host): pickle.dumps(of) for host, of in by_host.items()}
+        self.keys.set_many(packed, timeout_s)
+
+    def note_met(self, timeout_s: float) -> None:
+        """Note that all ranks have met; read the processes of this host at the first time."""
+        own = RankProcess.own()
+        if not self.has_met and own is not None:
+            with contextlib.suppress(LostStoreError):
+                packed = self.keys.get(self._host_key(own.host), timeout_s)
+                self.processes = pickle.loads(packed) if packed else {}  # noqa: S301  # our own ranks
         self.has_met = True
-        self.processes = {**self.processes, **processes}
         self._met_number = self.number
         self.identities.clear()
         self._ended.clear()
+
+    def _host_key(self, host: str) -> str:
+        return f"{self.session}/host/{host}"
 
     # Calls that were not reported to the other ranks.
 

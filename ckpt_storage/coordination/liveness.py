@@ -29,9 +29,6 @@ _STOP_S = 0.25
 _NUDGE_S = 0.02
 """Phases that begin within this time share one heartbeat."""
 
-WORKER_BEAT_S = 1.0
-"""How often the worker process of a rank sends a heartbeat of its own."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
@@ -119,13 +116,13 @@ class Heartbeats:
     operations are ignored.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, process_id: int | None = None) -> None:
+        """Begin without progress; `process_id` is that of the rank, None: of this process."""
         self.rank = rank
         self.number = 0
         self._lock = threading.RLock()  # a signal handler may ask in the middle of a call
-        self._own = RankProgress(
-            rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid()
-        )
+        pid = os.getpid() if process_id is None else process_id
+        self._own = RankProgress(rank=rank, phase="plan", host=socket.gethostname(), pid=pid)
         self._moved_s = self._since_s = time.monotonic()
         self._counter = itertools.count()
         self._others: dict[int, RankProgress] = {}
@@ -170,13 +167,17 @@ class Heartbeats:
             )
 
     def pack(self) -> bytes:
-        """Return this rank's next heartbeat; no two are equal."""
-        own = self.own()
+        """Return this rank's next heartbeat; no two are equal.
+
+        It relays the progress of the slowest rank, None in a worker process, which knows no other.
+        """
+        own, slowest = self.own(), None
         with self._lock:
-            every = [own, *self._others.values()]
-        slowest = max(every, key=lambda progress: (progress.left_bytes, progress.idle_s))
-        # Idle until now: the receiver uses the time of arrival.
-        slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
+            others = list(self._others.values())
+        if others:
+            slowest = max(own, *others, key=lambda progress: (progress.left_bytes, progress.idle_s))
+            # Idle until now: the receiver uses the time of arrival.
+            slowest = replace(slowest, idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)
         return pickle.dumps((self.number, next(self._counter), own, slowest))
 
     @staticmethod
@@ -193,8 +194,9 @@ class Heartbeats:
         with self._lock:
             now_s = time.monotonic()
             self._others[progress.rank] = replace(progress, heard_s=now_s)
-            is_third = slowest.rank not in {progress.rank, self.rank}
-            self._relayed = replace(slowest, heard_s=now_s) if is_third else None
+            if slowest is not None:
+                is_third = slowest.rank not in {progress.rank, self.rank}
+                self._relayed = replace(slowest, heard_s=now_s) if is_third else None
         return True
 
     def known(self) -> Mapping[int, RankProgress]:
@@ -224,15 +226,14 @@ class FailureDetector:
     Processes of the same host are watched through descriptors, so their end is noticed at once. A
     rank counts as silent after a number of checks without a new heartbeat, each a fresh read.
     Checks, not seconds: a process that was stopped itself first reads the heartbeats that arrived
-    meanwhile. The worker process of a rank sends heartbeats, too, so that a trainer that is busy in
-    C code does not count as dead.
+    meanwhile. The worker process of a rank sends heartbeats under the same key, so that a trainer
+    that is busy in C code does not count as dead.
 
     `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each check;
     `on_error` once this rank cannot watch any more; both in the detector's thread.
 
-    Requests: per beat (`beat_s`) each rank sets one key and reads one; the coordinator reads one
-    key of each rank, 256 in a request. That is `2 * world_size / beat_s` small requests a second,
-    with `beat_s = max(1, world_size / 2000)`, a quarter of the silence limit at most.
+    Requests: per beat (`beat_interval_s`) each rank sets one key and reads one; the coordinator
+    reads one key of each rank, 256 in a request: `2 * world_size / beat_s` small requests a second.
 
     Raises `RuntimeError` where the process cannot have another thread.
     """
@@ -261,11 +262,10 @@ class FailureDetector:
         self._processes = LocalProcesses()
         self._processes.add(processes)
         self._silence_s = silence_s
-        self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
+        self._beat_s = beat_interval_s(world_size, silence_s)
         self._allowed_misses = math.ceil(silence_s / self._beat_s)
         self._misses: dict[int, int] = {}
         self._values: dict[int, bytes] = {}
-        self._worker_values: dict[int, bytes] = {}
         self._has_met = False
         self._ended = threading.Event()
         self._wake_read, self._wake_write = os.pipe()
@@ -362,10 +362,10 @@ class FailureDetector:
             if rank in beating or not (self._has_met or rank in self._misses):
                 continue
             self._misses[rank] = self._misses.get(rank, 0) + 1
-            if self._misses[rank] > self._allowed_misses and self._is_worker_silent(rank):
+            if self._misses[rank] > self._allowed_misses:
                 silent.append(rank)
         if silent:
-            self._on_lost(silent, f"gave no sign of life for {self._silence_s:g} s")
+            self._on_lost(silent, f"sent no heartbeat for {self._silence_s:g} s")
 
     def _find_beating(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks that have sent a heartbeat of this operation since the last check."""
@@ -383,22 +383,15 @@ class FailureDetector:
             self._values[rank] = value
         return beating
 
-    def _is_worker_silent(self, rank: int) -> bool:
-        """Return whether the rank's worker process is silent, too."""
-        keys, key = worker_keys(self._keys.client), self._key_of(rank)
-        before, value = self._worker_values.get(rank), keys.get(key, self._silence_s)
-        if value is None or value == before:
-            return True
-        self._worker_values[rank] = value
-        # The worker sends a heartbeat at least this often.
-        checks = math.ceil(WORKER_BEAT_S / self._beat_s) + 1
-        self._misses[rank] = max(0, self._allowed_misses - checks)
-        return False
+
+def beat_interval_s(world_size: int, silence_s: float) -> float:
+    """Return the time between two heartbeats: a quarter of the silence limit at most."""
+    return min(max(1.0, world_size / 2_000), silence_s / 4)
 
 
-def worker_keys(client: StoreClient) -> KeyValues:
-    """Return where worker processes send heartbeats, under the keys of their ranks.
+def heartbeat_keys(client: StoreClient) -> KeyValues:
+    """Return where ranks send heartbeats, without the prefixes of a group.
 
-    A worker knows the address of the store, but not the prefixes of the group.
+    A worker process knows the address of the store, but no prefixes.
     """
-    return KeyValues(client, "ckpt_storage/workers", is_root=True)
+    return KeyValues(client, "ckpt_storage/alive", is_root=True)

@@ -31,7 +31,7 @@ class Member:
     def __init__(self, rounds: OperationRounds, describe_late: Callable[[], str]) -> None:
         self._rounds = rounds
         self._describe_late = describe_late
-        self._coordinator = rounds.lane.names[COORDINATOR]
+        self._coordinator = rounds.lane.global_ranks[COORDINATOR]
 
     def arrive(self, packed: bytes) -> None:
         """Send this member's payload of the present round.
@@ -61,8 +61,6 @@ class Member:
         In a commit whose outcome cannot be seen, raises `UndecidedError`.
         """
         rounds, phases = self._rounds, self._rounds.phases
-        if rounds.lane.world_size == 1:
-            return None
         release: Release | None = None
         can_extend = not rounds.is_commit
         while release is None:

@@ -23,16 +23,15 @@ from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .coordinator import Coordinator
+from .coordinator import Arrival, Coordinator
 from .failures import ranks_lost_error
 from .identity import Identity
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
-from .liveness import FailureDetector, Heartbeats, RankProcess
+from .liveness import FailureDetector, Heartbeats, RankProcess, heartbeat_keys
 from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
-from .rendezvous import Arrival, Rendezvous, read_local_processes
 from .rounds import ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
@@ -53,22 +52,22 @@ class Operation:
     `expect`, `retried`, `progress`.
 
     `what` names it in messages ("the save to s3://..."). `rank` is the rank in the group,
-    `global_rank` the rank that messages name. `deadline` is that of this rank's phase. `is_void`:
-    the files of all ranks are to be deleted; reset if a rank has not acknowledged the end, as it
-    may still write. `stats` are set by what runs in it; after an error of `begins_anew_after` the
-    caller runs another operation in its place.
+    `global_rank` the rank that messages name. `deadline` is that of this rank's phase.
+    `must_discard`: the files of all ranks are to be deleted; reset if a rank has not acknowledged
+    the end, as it may still write. `stats` are set by the code in the block; after an error of
+    `begins_anew_after` the caller runs another operation in place of this one.
     """
 
     def __init__(self, lane: Lane, what: str, timeouts: Timeouts) -> None:
         self.lane = lane
         self.rank = lane.rank
-        self.global_rank = lane.names[lane.rank]
-        self.coordinator_rank = lane.names[COORDINATOR]
+        self.global_rank = lane.global_ranks[lane.rank]
+        self.coordinator_rank = lane.global_ranks[COORDINATOR]
         self.world_size = lane.world_size
         self.is_coordinator = lane.is_coordinator
         self.timeouts = timeouts
         self.save_id: str | None = None
-        self.is_void = False
+        self.must_discard = False
         self.timeline = Timeline()
         self.stats: OperationStats | None = None
         self.begins_anew_after: tuple[type[CheckpointError], ...] = ()
@@ -134,13 +133,13 @@ class Operation:
         ranks = [rank for rank in ranks if self._rounds.needs(rank)]
         if not ranks:
             return
-        names = self.lane.names_of(ranks)
-        known = {name: self.heartbeats.describe(name) for name in names}
-        last = self.progress().get(names[0])
+        lost = self.lane.global_ranks_of(ranks)
+        known = {rank: self.heartbeats.describe(rank) for rank in lost}
+        last = self.progress().get(lost[0])
         phase = self.deadline.phase if last is None else last.phase
         if how == "died" and not self._has_met:
-            known = dict.fromkeys(names, "its process has ended")
-        error = ranks_lost_error(names, self.world_size, how, self.what, phase, known)
+            known = dict.fromkeys(lost, "its process has ended")
+        error = ranks_lost_error(lost, self.world_size, how, self.what, phase, known)
         self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
 
     def _describe_coordinator(self) -> str:
@@ -198,15 +197,15 @@ class Operation:
                 self._detect_failures()
                 rounds.raise_failure()
                 if self.is_coordinator:
-                    answer = Rendezvous(rounds, self._coordinator).decide(arrival, decide)
+                    answer = self._coordinator.convene(arrival, decide)
                 else:
                     self._member.arrive(packed)
                     answer = self._member.await_release()
                 self._has_met = True
-        new_processes = {} if self.lane.has_met else read_local_processes(rounds)
-        self.lane.note_met(new_processes)
+        is_first = not self.lane.has_met
+        self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
-        self._detector.note_met(new_processes)
+        self._detector.note_met(self.lane.processes if is_first else {})
         return answer
 
     def _detect_failures(self) -> None:
@@ -214,7 +213,7 @@ class Operation:
         self.heartbeats.number = self.lane.number
         if self._detector is None:
             self._detector = FailureDetector(
-                self.lane.keys,
+                heartbeat_keys(self.lane.keys.client),
                 self.heartbeats,
                 on_lost=self._report_lost_ranks,
                 on_error=self._rounds.lose,
@@ -268,9 +267,9 @@ class Operation:
         values: dict[int, _T] = self._coordinator.collect()
         missing = [rank for rank in self._rounds.others if rank not in values]
         if missing:
-            names = self.lane.names_of(missing)
-            known = "; ".join(self.heartbeats.describe(name) for name in names[:8])
-            raise self._phases.late(names, "not reported", f": {known}")
+            late = self.lane.global_ranks_of(missing)
+            known = "; ".join(self.heartbeats.describe(rank) for rank in late[:8])
+            raise self._phases.late(late, "not reported", f": {known}")
         self._coordinator.claim()
         return [value, *(values[rank] for rank in self._rounds.others)]
 
@@ -341,7 +340,7 @@ class Operation:
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation on this rank; an `error` is reported to all ranks, unless it is known.
 
-        Sets `verdict` and `is_void`. Raises nothing.
+        Sets `verdict` and `must_discard`. Raises nothing.
         """
         is_acknowledged = False
         try:
@@ -350,7 +349,7 @@ class Operation:
             log.warning("After %s: %s", self.what, lost_store)
         finally:
             # A rank that has not acknowledged the end may still be writing.
-            self.is_void = self.is_void and is_acknowledged
+            self.must_discard = self.must_discard and is_acknowledged
             if self._detector is not None:
                 self._detector.stop()
             self._rounds.close()

@@ -41,6 +41,9 @@ _REPORT_S = 3.0
 _INTERRUPTED_S = 1.5
 """How long an interrupted rank that has not met the others tries to report."""
 
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
+"""The coordinator polls the store with pauses of a twentieth of the time that it has waited."""
+
 _LOCAL_LOOK_S = 0.2
 """How often a waiting rank checks whether its own worker process is alive."""
 
@@ -73,7 +76,7 @@ class OperationRounds:
         self.is_over = False
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
-        self.global_rank = lane.names[lane.rank]
+        self.global_rank = lane.global_ranks[lane.rank]
         self._listener: KeyListener | None = None
         self._own_errors: dict[str, CheckpointError] = {}  # by text, as copies of them are received
         self._is_reported = self._is_failure_known = False
@@ -82,7 +85,7 @@ class OperationRounds:
         self._prefix = ""
         self._round: Round | None = None
         self.round_number = 0
-        self.has_claimed = self.is_commit = self.has_signal = False
+        self.has_claimed = self.is_commit = False
         self.release: Release | None = None
         self._present_keys: set[str] = set()
 
@@ -233,18 +236,18 @@ class OperationRounds:
         self._listener.listen(key)
         if not self.wait_for(lambda: key in self._present_keys, self.phases.end_s):
             self.raise_failure()
-            raise self.phases.late([self.lane.names[COORDINATOR]], "not arrived")
+            raise self.phases.late([self.lane.global_ranks[COORDINATOR]], "not arrived")
 
     def _enter_round(self, round_number: int) -> None:
         with self.changed:
             current = self._round = self.lane.round(self._prefix, round_number)
             self.round_number = round_number
-            self.has_claimed = self.is_commit = self.has_signal = False
+            self.has_claimed = self.is_commit = False
             self.release = None
         assert self._listener is not None  # noqa: S101  # made with the number
         if self.lane.is_coordinator:
             self.lane.own(*current.shared_keys)
-        self._listener.listen(current.all_key if self.lane.is_coordinator else current.release_key)
+        self._listener.listen(current.release_key)
 
     def end_round(self, *, is_last: bool) -> None:
         """Enter the next round, unless the operation has no further round."""
@@ -264,15 +267,11 @@ class OperationRounds:
             self._present_keys.add(key)
             self.changed.notify_all()
             current, round_number = self._round, self.round_number
-        if current is None or key not in {current.release_key, current.all_key}:
+            is_own = self.has_claimed
+        if current is None or key != current.release_key or is_own:
             return
-        release: Release | None = None
         try:
-            if key == current.release_key:
-                release = current.read_release(self.phases.patience_s)
-            else:
-                verdict = current.read_verdict(self.phases.patience_s)
-                release = verdict if isinstance(verdict, Failed) else None
+            release = current.read_release(self.phases.patience_s)
         except LostStoreError as error:
             self.lose(error)
             return
@@ -280,15 +279,19 @@ class OperationRounds:
             self.note_failed(release, round_number)
         with self.changed:
             if self._round is current:
-                self.release, self.has_signal = release, True
+                self.release = release
             self.changed.notify_all()
 
-    def free_listener(self, key: str) -> None:
-        """Write a key that no rank needs any more, unless the listener has seen it."""
-        with self.changed:
-            is_free = key in self._present_keys
-        if not is_free:
-            self.lane.keys.set(key, b"", self.phases.patience_s)
+    def poll(self, is_over: Callable[[], bool], end_s: float) -> bool:
+        """Repeat a request until it returns True; return whether it has by `end_s`."""
+        begin_s = time.monotonic()
+        while not is_over():
+            now_s = time.monotonic()
+            if now_s > end_s:
+                return False
+            with self.changed:
+                self.changed.wait(min(max(_MIN_POLL_S, (now_s - begin_s) / 20), _MAX_POLL_S))
+        return True
 
     def wait_for(self, get_value: Callable[[], _T], end_s: float) -> _T | None:
         """Wait until `get_value()` is true and return it; None at `end_s`, or after a failure."""
@@ -331,7 +334,6 @@ class OperationRounds:
         # If a rank has failed in it, all others learn that.
         if current.claim(patience_s) == CLAIMED:
             current.release(Released(is_last=True), patience_s)
-            self.lane.keys.set(current.all_key, b"", patience_s)
 
     def report(self, error: CheckpointError) -> None:
         """Report `error` to the other ranks in place of the exception that this rank raises."""
@@ -403,23 +405,18 @@ class OperationRounds:
     def _acknowledge(self, *, is_failed: bool) -> bool:
         """Count this rank as done; return, on the coordinator, whether all ranks are."""
         keys, patience_s = self.lane.keys, self.phases.patience_s
-        count_key, all_key = f"{self._prefix}/done", f"{self._prefix}/all_done"
-        if keys.count(count_key, patience_s) == self.lane.world_size:
-            keys.set(all_key, b"", patience_s)
+        count_key = f"{self._prefix}/done"
+        keys.count(count_key, 1, patience_s)
         if not self.lane.is_coordinator:
             return True
-        self.lane.own(count_key, all_key)
+        self.lane.own(count_key)
         if is_failed:
             self.lane.own(*self.lane.round(self._prefix, self.round_number + 1).shared_keys)
         limit_s = min(_FINISH_S, self.phases.deadline.remaining_s() + _FINISH_EXTRA_S)
         end_s = time.monotonic() + (_FINISH_FAILED_S if is_failed else limit_s)
-        assert self._listener is not None  # noqa: S101  # made with the number
-        self._listener.listen(all_key)
-        with self.changed:
-            while all_key not in self._present_keys and (left_s := end_s - time.monotonic()) > 0:
-                self.changed.wait(left_s)
-            is_acknowledged = all_key in self._present_keys
+        is_acknowledged = self.poll(
+            lambda: keys.count(count_key, 0, patience_s) == self.lane.world_size, end_s
+        )
         if not is_acknowledged:
-            self.free_listener(all_key)
             log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)
         return is_acknowledged

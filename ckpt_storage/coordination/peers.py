@@ -91,7 +91,7 @@ class Peers:
 
         A closed socket does not show which rank died: the ranks that lost it close theirs, too.
         """
-        if deadline.is_watched:
+        if deadline.is_monitored:
             deadline.sleep(self._operation.timeouts.silence + _NOTICE_S)
         deadline.check(what)
         return RankFailedError(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.store.deadline import Deadline, Watch
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.monitor import OperationMonitor
 
 from .rank_names import name_ranks
 
@@ -29,21 +30,27 @@ class Phases:
     """
 
     def __init__(
-        self, what: str, timeouts: Timeouts, watch: Watch, *, rank: int, world_size: int
+        self,
+        what: str,
+        timeouts: Timeouts,
+        monitor: OperationMonitor,
+        *,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.what = what
         self.timeouts = timeouts
         self.grace_s = 0.0
-        self._watch = watch
+        self._monitor = monitor
         self._rank = rank
         self._world_size = world_size
         self._logged_s = time.monotonic()
-        self.deadline = Deadline("plan", timeouts.plan, watch=watch)
+        self.deadline = Deadline("plan", timeouts.plan, monitor=monitor)
 
     def begin(self, phase: Phase, timeout_s: float | None = None) -> Deadline:
         """Begin a phase and return its deadline; by default as `timeouts` say."""
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
-        self.deadline = Deadline(phase, seconds, watch=self._watch)
+        self.deadline = Deadline(phase, seconds, monitor=self._monitor)
         return self.deadline
 
     @property

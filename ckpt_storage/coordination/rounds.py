@@ -2,22 +2,18 @@
 
 Each round has these keys in the store that ranks share:
 
-`from/RANK`  the payload of a member; written before the member adds itself to `count`.
-`all`        wakes the coordinator: written by the last member that arrives, or by a rank that
-             fails.
+`from/RANK`  the payload of a member; the coordinator polls these.
 `verdict`    written once, by compare-and-set: by the coordinator, which claims the round once all
              have arrived, or by the first rank that fails, with its error.
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
-`release`    the answer, or the failure; every member waits for this key alone.
+`release`    the answer, or the failure; every rank waits for this key alone.
 
 The owner of the verdict writes the release. So an operation cannot both fail and go on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +22,7 @@ from typing import Any, Generic, Literal, TypeVar
 from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
-from .keyvalue import KeyValues, LostStoreError
+from .keyvalue import KeyValues
 
 _T = TypeVar("_T")
 
@@ -98,36 +94,23 @@ class ByRank(Generic[_T]):
 class Round:
     """The keys of one round, as one rank uses them. Each method raises `LostStoreError`."""
 
-    def __init__(self, keys: KeyValues, prefix: str, *, rank: int, world_size: int) -> None:
+    def __init__(self, keys: KeyValues, prefix: str, *, rank: int) -> None:
         self._keys = keys
         self._prefix = prefix
-        self._world_size = world_size
         self._verdict_key = f"{prefix}/verdict"
         self.release_key = f"{prefix}/release"
-        self.all_key = f"{prefix}/all"
         self.arrival_key = self.arrival_key_of(rank)
         self.answer_key = f"{prefix}/to/{rank}"
         # No single member owns these.
-        self.shared_keys = [self.all_key, f"{prefix}/count", self._verdict_key, self.release_key]
+        self.shared_keys = [self._verdict_key, self.release_key]
 
     def arrival_key_of(self, rank: int) -> str:
         """Return the key of a member's payload."""
         return f"{self._prefix}/from/{rank}"
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
-        """Send this member's payload. The count is a hint that may be lost or counted twice."""
-        keys, count = self._keys, 0
-        connection = keys.client.connection
-        end_s = time.monotonic() + timeout_s
-        keys.set(self.arrival_key, payload, timeout_s)
-        with contextlib.suppress(LostStoreError):
-            count = keys.count(f"{self._prefix}/count", timeout_s / 3)
-        if count == 0 or connection is None or keys.client.connection is not connection:
-            # Only a reply over the same connection shows that the store has the payload.
-            left_s = max(end_s - time.monotonic(), timeout_s / 3)
-            keys.set_surely(self.arrival_key, payload, left_s)
-        if count == self._world_size - 1:
-            keys.set(self.all_key, b"", timeout_s)
+        """Send this member's payload."""
+        self._keys.set_surely(self.arrival_key, payload, timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
@@ -166,9 +149,6 @@ class Round:
             self._keys.write_surely(write, next(reversed(by_key)), timeout_s)
         packed = pickle.dumps(release)
         self._keys.set_surely(self.release_key, packed, timeout_s)
-        if not isinstance(release, Released):
-            # The coordinator waits for arrivals, not for the release.
-            self._keys.set(self.all_key, b"", timeout_s)
         return len(packed)
 
     def read_release(self, timeout_s: float) -> Release | None:

@@ -105,6 +105,7 @@ class CheckpointStorageWriter(StorageWriter):
         replicas: as for `ckpt_storage.save`; but the writer sees values only as it writes them. So
             an error comes before the commit, and the planner chooses whose values are stored.
         groups: as for `ckpt_storage.save`; not with DCP's plan caching, which sends no sizes.
+        base: as for `ckpt_storage.save`, like `stable`.
         process_group: the save is refused unless it runs over exactly as many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -131,6 +132,8 @@ class CheckpointStorageWriter(StorageWriter):
         unsafe_values: UnsafeValues = "warn",
         replicas: Replicas = "warn",
         groups: Sequence[str] = DEFAULT_GROUPS,
+        base: str | os.PathLike[str] | None = None,
+        stable: str | Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,

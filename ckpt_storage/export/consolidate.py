@@ -5,7 +5,6 @@ Imports torch only where a process group is involved.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ckpt_storage.commit.slotlog import read_slot
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, InvalidInputError
+from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
 from ckpt_storage.observe.stats import OperationStats
@@ -37,8 +36,8 @@ from .options import (
     location_beside,
 )
 from .output import ExportSpec, ResumeState, SourceVersion, WriteSummary
-from .run import run, run_in
-from .select import Skipped, check_ties, dropped_prefixes
+from .run import run, run_together
+from .select import SkippedValue, check_ties, dropped_prefixes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,7 +47,7 @@ log = logging.getLogger("ckpt_storage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidatedFile:
-    """One weight file. `ranks` wrote it; none did if an earlier run had completed it."""
+    """One weight file. `ranks` wrote it; there are none if an earlier run had completed it."""
 
     name: str
     size_bytes: int
@@ -66,15 +65,15 @@ class ConsolidationReport:
     """An export that is complete and published; the same on all ranks.
 
     source_url, output_url: without credentials; `index_path` is below `output_url`.
-    source_format, save_id: what was consolidated; None where the format has no save ids.
-    files: in order of their number. `total_bytes` is of all of them, headers included.
-    read_bytes: came to the ranks. sent_bytes: went from them. copied_bytes: the storage copied by
-        itself. All three of this run, all ranks together. rank_bytes: what each rank wrote of it.
-    dropped_prefixes: what was taken off names by default: keys of containers, marks of wrappers.
-    skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
+    source_format, save_id: of the checkpoint; `save_id` is None if the format has no save ids.
+    files: in order of their numbers. `total_bytes` is of all files, headers included.
+    read_bytes, sent_bytes: received and sent by all ranks in this run. copied_bytes: copied by the
+        storage itself. rank_bytes: sent and copied by each rank.
+    dropped_prefixes: removed from names by default: keys of containers, prefixes of wrappers.
+    skipped: values that are in no weight file. ties: alias to target, FQNs, of dropped aliases.
     extra_files: names of files that were written beside the weights.
-    removed: files of earlier exports and of runs that died that were deleted.
-    seconds: from the meeting of the ranks to the end. stats: until all ranks had written.
+    removed: deleted files of earlier exports and of runs that died.
+    seconds: from the rendezvous of the ranks to the end. stats: until all ranks had written.
     """
 
     source_url: str
@@ -91,7 +90,7 @@ class ConsolidationReport:
     copied_bytes: int
     rank_bytes: Sequence[int]
     dropped_prefixes: Sequence[str]
-    skipped: Sequence[Skipped]
+    skipped: Sequence[SkippedValue]
     ties: Mapping[str, str]
     extra_files: Sequence[str]
     removed: Sequence[str]
@@ -128,29 +127,29 @@ def consolidate(  # the public surface, all keyword-only
 ) -> ConsolidationReport:
     """Write the checkpoint at `url` as Hugging Face safetensors; all ranks of the group call.
 
-    The ranks divide the bytes evenly. No collective runs on any process group and no GPU takes
-    part, so it is safe beside training. Every byte is checked against the checkpoint's checksums.
-    The export becomes visible only complete; a call after a failure goes on with the files that
-    are missing, also with other ranks. An earlier export of other content stays readable until the
-    new index is published, and is deleted then.
+    The ranks divide the bytes evenly. No collective runs on any process group and no GPU is used,
+    so it is safe beside training. Every byte is checked against the checkpoint's checksums. The
+    export becomes visible only complete; a call after a failure writes the files that are missing,
+    also with other ranks. An earlier export of other content stays readable until the new index is
+    published, and is deleted then.
 
     Args:
-        url: what to consolidate: a checkpoint of ours, of stock DCP, or torch's sharded
-            safetensors, on any storage; the same on every rank.
+        url: a checkpoint of ours, of stock DCP, or torch's sharded safetensors, on any storage; the
+            same on every rank.
         output: folder or URL of the export; default: `hf` below `url`.
-        process_group: the ranks that take part; default: the default group; without one, this
-            process. All must reach both storages.
+        process_group: the ranks that share the work; default: the default group; without one,
+            this process. All must reach both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `consolidate` count); default
-            four minutes and an hour. `consolidate` is how long nothing may move, however long the
-            whole takes.
+            four minutes and an hour. `consolidate` is the time without progress, not that of the
+            whole.
         max_file_bytes: as for `ConsolidateOptions`, like all up to `memory_limit_bytes`.
         fqn_to_index_mapping: which file each tensor goes into.
         filename_pattern: names of the weight files, for PEFT and diffusers.
         dtype: what to cast floating-point tensors to.
         rename: names in the weight files.
-        include: which tensors go out, instead of the model's.
-        exclude: which of them do not.
-        tied: what happens to tied tensors.
+        include: which tensors to export, instead of the model's.
+        exclude: which of them to skip.
+        tied: whether aliases of tied tensors are exported.
         extra_files: files to write beside the weights.
         memory_limit_bytes: ceiling of buffers per rank.
         page_cache: whether the kernel keeps a copy of local weight files that are on the disk.
@@ -165,16 +164,13 @@ def consolidate(  # the public surface, all keyword-only
             Before anything was written: `InvalidInputError`, `RankMismatchError`,
             `CheckpointNotFoundError`, `CheckpointExistsError` (the folder holds weight files of
             another program). Later: `IntegrityError`, `StorageError`, `PhaseTimeoutError`,
-            `RankFailedError`, `ConsolidationError`. Then the earlier export counts, unless the
-            new index was being put at that moment: whichever the index names is whole, and
-            calling again brings the new one to its end.
+            `RankFailedError`, `ConsolidationError`. Then the earlier export is valid, unless the
+            new index was being put at that moment: the export that the index names is whole, and
+            calling again completes the new one.
 
     """
-    # A lane of its own: a background thread may consolidate while another one saves.
+    # In its own lane: a background thread may consolidate while another thread saves.
     group = RankGroup.of(process_group, lane="consolidate")
-    timeouts = Timeouts()
-    with contextlib.suppress(CheckpointError):
-        timeouts = Timeouts.of(timeout)
 
     def job() -> ConsolidateSpec:
         options = ConsolidateOptions(
@@ -197,12 +193,12 @@ def consolidate(  # the public surface, all keyword-only
         return replace(spec, timeouts=Timeouts.of(timeout), retry=retry, progress=progress)
 
     what = f"the consolidation of {redacted_url(url)}"
-    return run_in(group, "consolidate", what, timeouts, job, _Consolidation)
+    return run_together(group, "consolidate", what, timeout, job, _Consolidation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateSpec(ExportSpec):
-    """What is consolidated: the commit in `slot`, which a save goes on with, or else the head."""
+    """The options of a consolidation of the commit in `slot`, which a save made, or of the head."""
 
     options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
     slot: int | None = None
@@ -211,7 +207,7 @@ class ConsolidateSpec(ExportSpec):
 
     @classmethod
     def of(cls, source: Location, options: ConsolidateOptions) -> ConsolidateSpec:
-        """Return the job that options mean. Raises `InvalidInputError`."""
+        """Return the spec for these options. Raises `InvalidInputError`."""
         target = source.child(DEFAULT_FOLDER)
         if options.output is not None:
             target = location_beside(source, options.output, options.output_storage_options)
@@ -230,12 +226,12 @@ class ConsolidateSpec(ExportSpec):
         )
 
     def first_phase(self, *, is_alone: bool) -> Phase:
-        """Return what planning is a phase of; a save has ended with its own."""
+        """Return the phase of planning; after a save, whose plan phase is over, the only one."""
         del is_alone
         return "plan" if self.slot is None else self.phase
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         options = {name: digest(getattr(self.options, name)) for name in WANTED}
         return {**ExportSpec.terms(self), "the commit": str(self.slot), **options}
 
@@ -254,7 +250,7 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         slot, url = self.spec.slot, self.spec.source.url
         if slot is None:
             return super().find()
-        # It may be the head or not any more.
+        # Another save may have replaced it as the head.
         record = read_slot(self.context.source, slot)
         if record is None or record.type != "commit":
             what, step = f"{url} has no commit in slot {slot}.", "Consolidate what is there now."
@@ -264,19 +260,19 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
         return version
 
     def content(self) -> object:
-        return [self.source.format, self.save_id, self.found.state]
+        return [self.source.format, self.save_id, self.version.state]
 
     def lay_out(self) -> Files:
         files, self.skipped = lay_out_model(self.source, self.spec.options)
         self.ties = {value.fqn: value.target for value in self.skipped if value.target is not None}
         return files
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         check_ties(self.source, self.ties)
         entries = [value.fqn for value in self.skipped if value.reason == "file"]
         extra_files = self.spec.options.extra_files
         self.extra_files = read_extra_files(self.context, self.source, entries, extra_files)
-        return super().take()
+        return super().claim()
 
     def report(self, made: WriteSummary, seconds: float) -> ConsolidationReport:
         spec, plan = self.spec, self.plan

@@ -1,4 +1,4 @@
-"""One conversion on one rank: what is read, and the values that go over; targets derive from it."""
+"""One conversion on one rank: its source and values. A class for each target derives from it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ConvertReport:
     """What `convert` did; both URLs are without credentials.
 
     source_format, format: of what was read and of what was written. save_id: of the checkpoint
-    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
-    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
-    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    that was written, if it is one of ours. kept_count: files that an earlier call, which died, had
+    completed, and that are sound. total_bytes counts tensors only. dropped: FQNs that the target
+    cannot hold, omitted as `unsupported` allows; excluded: those that a selection omitted.
     """
 
     source_url: str
@@ -56,12 +56,10 @@ class ConvertReport:
 FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 
 _LAYOUT = 2
-"""Changes with how values are laid out in files: those of another release are not gone on with."""
+"""Changed with the layout of files, so that files of an older release are not resumed."""
 
 _KEYS_AT_ONCE = 4096
-"""Of stock DCP's items the heads are read to find their values: some kilobytes each."""
-
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""For stock DCP the head of each item is read: some kilobytes each."""
 
 
 def onto_itself(url: str) -> errors.InvalidInputError:
@@ -72,7 +70,7 @@ def onto_itself(url: str) -> errors.InvalidInputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertSpec(ExportSpec):
-    """What is converted; both URLs are as the caller wrote them, and may be of files."""
+    """The options of a conversion; both URLs are the caller's, and may be those of files."""
 
     source_file: str
     source_url: str
@@ -86,41 +84,41 @@ class ConvertSpec(ExportSpec):
     unsafe_pickle: bool
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         own = ("to", "max_file_bytes", "include", "exclude")
         options = {name: digest(getattr(self, name)) for name in own}
         return {**ExportSpec.terms(self), "the file": self.target_url, **options}
 
 
 class Conversion(Export[ConvertReport]):
-    """One conversion on one rank; each target adds where the files go."""
+    """One conversion on one rank; each target adds its files and how they are published."""
 
     spec: ConvertSpec
     shards: Shards
     new_id: str | None = None
 
     def find(self) -> SourceVersion:
-        """Open a checkpoint, or a file; nothing may be missing of it."""
+        """Open a checkpoint, or a file, of which nothing is missing."""
         context, spec, file = self.context, self.spec, self.spec.source_file
         if file:
             at = context.source.stat(file)
             self.watch = partial(self._check_file, at)
             state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            found = SourceVersion(state=state or names.new_write_id())
-            self.open(found)
+            version = SourceVersion(state=state or names.new_write_id())
+            self.open(version)
         else:
-            found = super().find()
+            version = super().find()
         if self.source.format == spec.to:
             what = f"{spec.source_url} is of the format {spec.to} already."
             raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
         chosen = self.chosen
         self._check_elsewhere()
         with changed_rather_than_damaged(self.check_unchanged):
-            # A source of which something is missing leaves the target as it was.
+            # If something of the source is missing, the target is not changed.
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
             while part := list(islice(keys, _KEYS_AT_ONCE)):
                 self.source.places(part)
-        return found
+        return version
 
     def _check_file(self, before: ObjectInfo) -> None:
         now = stat_or_none(self.context.source, self.spec.source_file)
@@ -128,11 +126,11 @@ class Conversion(Export[ConvertReport]):
             what = "was written again" if now else "is gone"
             raise changed(self.context.source.url, self.spec.source_file, what)
 
-    def open(self, found: SourceVersion) -> None:
+    def open(self, version: SourceVersion) -> None:
         """Open a checkpoint, or a file."""
         spec = self.spec
         if not spec.source_file:
-            super().open(found)
+            super().open(version)
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
@@ -141,9 +139,9 @@ class Conversion(Export[ConvertReport]):
         )
 
     def _check_elsewhere(self) -> None:
-        """Refuse a target that would replace files of the source; the storages are asked."""
+        """Refuse a target that would replace files of the source."""
         context, name = self.context, self.spec.target_file
-        # A file of torch is none that a folder of another format gets.
+        # No folder of another format gets a file with the name of a torch file.
         if self.spec.source_file or (name and not is_there(context.target, name)):
             return
         within = place_within(context.source, context.target)
@@ -157,27 +155,27 @@ class Conversion(Export[ConvertReport]):
 
     @cached_property
     def chosen(self) -> Selected:
-        """The values that go over."""
+        """The values to convert."""
         spec = self.spec
         return select(self.source, spec.include, spec.exclude, to=spec.to, drops=spec.drops)
 
     def content(self) -> object:
-        """Return what stands for the values, and how they are laid out."""
-        spec, state = self.spec, self.found.state if self.save_id is None else self.save_id
+        """Return values that identify the content and its layout."""
+        spec, state = self.spec, self.version.state if self.save_id is None else self.save_id
         return [_LAYOUT, spec.source_url, state, spec.to, spec.max_file_bytes]
 
     def stored_blobs(self) -> list[Stored]:
-        """Return the objects as they are stored."""
+        """Return the segments of the objects, as they are stored."""
         places = self.source.places([(fqn, None) for fqn in self.chosen.blobs])
         return [Stored(fqn=place.fqn, size_bytes=place.size_bytes) for place in places]
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes of all tensors that go over."""
+        """The bytes of all tensors to convert."""
         return sum(elements_of(*item).size_bytes for item in self.chosen.tensors.items())
 
     def shards_of(self, block_bytes: int | None = None) -> Files:
-        """Return DCP's files with all values; objects are in them as `torch.save` has them."""
+        """Return DCP's files with all values, the objects as `torch.save` writes them."""
         blobs: Mapping[str, Segment]
         if self.spec.source_file:
             source: Any = self.source
@@ -189,7 +187,7 @@ class Conversion(Export[ConvertReport]):
         return files
 
     def report(self, made: WriteSummary, seconds: float) -> ConvertReport:
-        """Say what was converted."""
+        """Return the report of the conversion."""
         spec, chosen = self.spec, self.chosen
         return ConvertReport(
             source_url=spec.source_url,

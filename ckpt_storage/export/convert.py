@@ -1,7 +1,7 @@
 """`convert`: the values of a checkpoint of one format, written in another.
 
-Nothing is held in memory but windows of tensors and the values that are none. Until its last write
-the target looks like no checkpoint, or like the one that is being replaced where that is of ours.
+Memory holds windows of tensors, and objects. Until the last write readers find no checkpoint at the
+target, or the one that is being replaced, if that is one of ours.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .options import (
     split_file,
 )
 from .output import ExportContext, ResumeState, SourceVersion, WriteSummary
-from .run import run_together
+from .run import group_of, run_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -102,7 +102,7 @@ def convert(  # the public surface, all keyword-only
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
-            `write` is how long nothing may move, however long the whole takes.
+            `write` is the time without progress, not that of the whole.
         retry: how failed storage requests are repeated.
         progress: True: a bar; or a callable that takes each `ProgressEvent`.
 
@@ -114,9 +114,10 @@ def convert(  # the public surface, all keyword-only
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
-    what, timeouts = f"the conversion of {redacted_url(src)}", Timeouts.of(timeout)
+    what, group = f"the conversion of {redacted_url(src)}", group_of(process_group, "convert")
 
     def job() -> ConvertSpec:
+        timeouts = Timeouts.of(timeout)
         if to not in FORMATS:
             raise errors.InvalidInputError(
                 f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
@@ -154,17 +155,17 @@ def convert(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return run_together(process_group, "convert", what, timeouts, job, _conversion)
+    return run_together(group, "convert", what, timeout, job, _conversion)
 
 
-def _conversion(context: ExportContext, found: SourceVersion | None) -> Conversion:
+def _conversion(context: ExportContext, version: SourceVersion | None) -> Conversion:
     """Return the export that writes the wanted format."""
     assert isinstance(context.spec, ConvertSpec)  # noqa: S101  # as `convert` made it
     if context.spec.to == "torch_save":
         from .torchsave import TorchFile  # noqa: PLC0415  # imports torch
 
-        return TorchFile(context, found)
-    return (_ToOurs if context.spec.to == "ckpt_storage" else _ToFolder)(context, found)
+        return TorchFile(context, version)
+    return (_ToOurs if context.spec.to == "ckpt_storage" else _ToFolder)(context, version)
 
 
 class _ToFolder(Conversion, PlainFolder[ConvertReport]):
@@ -196,7 +197,7 @@ class _ToOurs(Conversion):
     def lay_out(self) -> Files:
         return self.shards_of(DEFAULT_BLOCK_BYTES)
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Begin a save; the name is its id."""
         self._ticket = attempt.begin(self.context.target, overwrite=self.spec.overwrite)
         return ResumeState(name=self._ticket.save_id)
@@ -210,11 +211,11 @@ class _ToOurs(Conversion):
         self.plan = replace(self.plan, files=tuple(files))
 
     def publish(self, made: WriteSummary) -> None:
-        """Put down what describes the files, and commit."""
+        """Write the documents that describe the files, and commit."""
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         ticket, store, ties = self._ticket, self.context.target, self.chosen.ties
-        assert ticket is not None  # noqa: S101  # `take` was called
+        assert ticket is not None  # noqa: S101  # `claim` was called
         manifest = layout.rank_manifest(self.plan.files, self.shards, made, ticket.save_id, ties)
         path, data = names.rank_manifest_path(ticket.save_id, 0), seal(manifest.to_body())
         store.put(path, data)
@@ -234,8 +235,8 @@ class _ToOurs(Conversion):
             )
             raise
 
-    def give_up(self, error: BaseException) -> None:
-        """Delete the attempt, unless it may be committed: nobody could go on with it."""
+    def clean_up(self, error: BaseException) -> None:
+        """Delete the attempt, which no later run resumes, unless it may be committed."""
         if self._ticket is None or self._may_be_committed:
             return
         try:

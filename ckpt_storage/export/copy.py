@@ -1,6 +1,6 @@
-"""`copy`: a checkpoint from one storage to another, verified as it goes, committed there last.
+"""`copy`: a checkpoint from one storage to another, verified while it is sent, committed last.
 
-A copy keeps the save id, so exports, logs and other copies that name it stay true; every writer of
+A copy keeps the save id, so exports, logs and other copies that name it stay valid; every writer of
 a name below `saves/<save id>/` writes the same bytes (I2).
 """
 
@@ -9,27 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage import errors
-from ckpt_storage.commit import deletion, publishing, slotlog
-from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.format import exports
-from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.commit import deletion, slotlog
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.model import CommittedSource, read_manifest
+from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, redacted_url
 
 from .copy_base import Copy, CopyReport, CopySource, CopySpec
-from .copy_committed import CopyOfCommitted, id_at_target
+from .copy_committed import CopyOfCommitted
 from .copy_foreign import copy_of_foreign, open_foreign
-from .copy_part import CopyOfPart, part_id, part_of
+from .copy_part import CopyOfPart, committed_version
 from .options import Selection, is_within, location_beside
 from .output import Copies, ExportContext, ExportSpec, SourceVersion, place_within
-from .run import run_together
-from .select import Selected
+from .run import group_of, run_together
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,8 +61,8 @@ def copy(  # the public surface, all keyword-only
     in file systems: no byte of them is read, so `verify` the source if it may be damaged. Linked
     files take no space, and lose their write permissions.
 
-    Checkpoints of other writers carry no checksums: their files, all that lie below `src`, are
-    compared by length, and the one that makes them a checkpoint goes last.
+    Checkpoints of other writers have no checksums: all files below `src` are copied and compared by
+    length; the file that makes them a checkpoint is written last.
 
     Args:
         src: what to copy.
@@ -79,7 +74,7 @@ def copy(  # the public surface, all keyword-only
             checkpoint of ours only.
         exclude: which of them do not.
         overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
-            which the copy takes its place; those of others cannot.
+            which the copy replaces it; those of other writers cannot.
         copies: "auto" lets the storage itself copy where source and target share one that can;
             "never" reads and sends every byte, and links nothing.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
@@ -88,7 +83,7 @@ def copy(  # the public surface, all keyword-only
         process_group: the ranks that share the work, all of which call; default: this process
             alone. Exports beside the checkpoint its first rank copies.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
-            `write` is how long nothing may move, however long the whole takes.
+            `write` is the time without progress, not that of the whole.
         retry: how failed storage requests are repeated.
         progress: True: a bar; or a callable that takes each `ProgressEvent`.
 
@@ -101,7 +96,7 @@ def copy(  # the public surface, all keyword-only
             `NotPublishedError` the copy is committed, after `CommitUnknownError` it may be.
 
     """
-    what = f"the copy of {redacted_url(src)}"
+    what, group = f"the copy of {redacted_url(src)}", group_of(process_group, "copy")
 
     def job() -> ExportSpec:
         source = Location.to_read(src, storage_options)
@@ -126,44 +121,33 @@ def copy(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return run_together(process_group, "copy", what, Timeouts.of(timeout), job, _make_copy)
+    return run_together(group, "copy", what, timeout, job, _make_copy)
 
 
-def _make_copy(
-    context: ExportContext, version: SourceVersion | None, tag: exports.IndexTag | None = None
-) -> Copy:
-    """Return the copy of one rank; the coordinator, without a version, looks for the checkpoint.
-
-    tag: the index's entry for an export beside a checkpoint.
-    """
+def _make_copy(context: ExportContext, version: SourceVersion | None) -> Copy:
+    """Return the copy of one rank; the coordinator, without a version, looks for the checkpoint."""
     if version is None:
-        return _find(context, tag)
+        return _find(context)
     assert isinstance(version, CopySource)  # noqa: S101  # as `_find` makes it
     if version.record is None:
         return copy_of_foreign(context, version)
-    if version.is_part:
-        return CopyOfPart(context, version)
-    return CopyOfCommitted(context, version, _copy_export)
+    return (CopyOfPart if version.is_part else CopyOfCommitted)(context, version)
 
 
-def _copy_export(spec: CopySpec, tag: exports.IndexTag) -> CopyReport:
-    """Copy an export beside a checkpoint on this rank alone."""
-    what, make_copy = f"the copy of {spec.source.url}", partial(_make_copy, tag=tag)
-    return run_together(None, "copy", what, spec.timeouts, lambda: spec, make_copy)
-
-
-def _find(context: ExportContext, tag: exports.IndexTag | None) -> Copy:
-    """Find out whose checkpoint it is, and return the coordinator's copy."""
+def _find(context: ExportContext) -> Copy:
+    """Find the checkpoint and its writer; return the coordinator's copy."""
     spec, head = context.spec, slotlog.read_log(context.source).head
-    if tag is None and place_within(context.source, context.target) is not None:
+    assert isinstance(spec, CopySpec)  # noqa: S101  # as `copy` makes it
+    if place_within(context.source, context.target) is not None:
         raise errors.InvalidInputError(
             f"{spec.target.url} is the same place as {spec.source.url}, or "
             "lies inside it: what is written to the one is seen in the other.",
             next_step="Give a folder beside it.",
         )
     if head is not None:
-        return _make_copy(context, _committed_version(context, head), tag)
-    if isinstance(spec, CopySpec) and spec.selects:
+        target_log = deletion.log_to_extend(context.target)
+        return _make_copy(context, committed_version(context, spec, head, target_log))
+    if spec.selects:
         raise errors.InvalidInputError(
             f"{spec.source.url} holds no checkpoint of ours, so no part of it can be copied.",
             next_step="Use ckpt_storage.convert, which takes include= and exclude= too.",
@@ -171,29 +155,5 @@ def _find(context: ExportContext, tag: exports.IndexTag | None) -> Copy:
     source = open_source(context.source, context.options)
     if isinstance(source, CommittedSource):
         # A save was committed after the log was read.
-        return _find(context, tag)
-    return open_foreign(context, source, tag)
-
-
-def _committed_version(context: ExportContext, head: SlotRecord) -> CopySource:
-    """Return what is copied of a checkpoint of ours, and whether the target has it already."""
-    spec, source_id = context.spec, head.save_id or ""
-    chosen: Selected | None = None
-    publishing.check_newest(context.source, CommitLog.ending_with(head))
-    target_log = deletion.log_to_extend(context.target)
-    assert isinstance(spec, CopySpec)  # noqa: S101  # as `copy` makes it
-    if spec.selects:
-        manifest = read_manifest(context.source, head)
-        source = CommittedSource(context.source, head, manifest, context.options)
-        chosen = part_of(source, spec)
-    if chosen is None:
-        save_id = id_at_target(context, source_id, target_log)
-    else:
-        save_id = part_id(context, source_id, chosen, target_log)
-    return CopySource(
-        record=head,
-        save_id=save_id,
-        was_there=target_log.head is not None and target_log.head.save_id == save_id,
-        is_part=chosen is not None,
-        target_log=target_log,
-    )
+        return _find(context)
+    return open_foreign(context, source)

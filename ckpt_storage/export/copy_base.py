@@ -1,4 +1,4 @@
-"""What all copies share: the report of `copy`, its options, the version copied, the base class."""
+"""The report of `copy`, its options, the version that is copied, and the base class of copies."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class CopyReport:
     format: of the source. save_id, slot: of the copy; None for formats of others.
     was_there: the target's newest checkpoint was this save before, and nothing of it was sent.
     file_count, total_bytes: of the checkpoint's files, documents not counted.
-    sent_bytes: went through this process. copied_bytes: copied by the storage itself, or linked on
-    a file system, where they take no space.
-    kept_count, kept_bytes: files of an earlier, unfinished copy that were sound.
-    exports: folders of exports that were copied. left_out: what else lies in the source's folder.
-    failed_exports: those of `left_out` that an error kept from being copied, damage most often,
-    and what it was; the copy of the checkpoint itself is whole.
+    sent_bytes: sent by this process. copied_bytes: copied by the storage itself, or linked on a
+    file system, where they take no space.
+    kept_count, kept_bytes: sound files of an earlier, unfinished copy.
+    exports: folders of exports that were copied. left_out: other entries of the source's folder.
+    failed_exports: exports among these that could not be copied, with the error, damage mostly; the
+    copy of the checkpoint itself is whole.
     """
 
     source_url: str
@@ -52,7 +52,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySpec(ExportSpec):
-    """What is copied, and which values of it."""
+    """The options of a copy; `include` and `exclude` choose values."""
 
     include: Selection | None = None
     exclude: Selection | None = None
@@ -63,7 +63,7 @@ class CopySpec(ExportSpec):
         return self.include is not None or self.exclude is not None
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         chosen = {name: digest(getattr(self, name)) for name in ("include", "exclude")}
         return ExportSpec.terms(self) | chosen
 
@@ -95,7 +95,7 @@ def whole_file(name: str, path: str, size_bytes: int, crc32c: int | None) -> Out
 class Copy(Export[CopyReport]):
     """One copy on one rank."""
 
-    found: CopySource
+    version: CopySource
     spec: CopySpec
 
     @property
@@ -108,21 +108,26 @@ class Copy(Export[CopyReport]):
 
     def content(self) -> object:
         """Return the paths of the files, with their lengths, times and checksums."""
-        marks = sorted((path, *mark) for path, mark in self.found.files.items())
+        marks = sorted((path, *mark) for path, mark in self.version.files.items())
         return [self.spec.source.url, self.save_id, marks]
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(size_bytes for size_bytes, *_ in self.version.files.values())
 
     def report(self, made: WriteSummary, seconds: float) -> CopyReport:
         """Return the report of what was copied."""
-        found, spec, files = self.found, self.spec, self.plan.files
+        version, spec, files = self.version, self.spec, self.plan.files
         kept, moved = [files[at].size_bytes for at in made.kept], made.moved
         return CopyReport(
             source_url=spec.source.url,
             url=spec.target.url,
-            format=found.format,
+            format=version.format,
             save_id=self.save_id,
-            was_there=found.was_there,
+            was_there=version.was_there,
             file_count=len(files),
-            total_bytes=sum(size_bytes for size_bytes, *_ in found.files.values()),
+            total_bytes=self.total_bytes,
             **moved | {"read_bytes": moved["read_bytes"] + sum(kept)},
             kept_count=len(kept),
             kept_bytes=sum(kept),

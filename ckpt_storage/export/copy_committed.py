@@ -1,4 +1,4 @@
-"""Copies of checkpoints of ours, which keep the save id, and of the exports beside them.
+"""Copies of checkpoints of ours, which keep the save id.
 
 A save id that a record at the target has named, and that is not the head there, is never used
 again: the fence or the deletion of a saver allows anybody to delete its files at any later time
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,84 +18,81 @@ from ckpt_storage import errors
 from ckpt_storage.commit import attempt, attempt_files, cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.format import exports, names
+from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
-from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.model import CommittedSource, read_document
 from ckpt_storage.store.deadline import Deadline
 
-from .copy_base import Copy, CopyReport, CopySource, CopySpec, whole_file
+from .copy_base import Copy, CopyReport, whole_file
+from .copy_exports import copy_exports
 from .output import ExportContext, ResumeState, WriteSummary
 from .plan import OutFile
 
 log = logging.getLogger("ckpt_storage")
 
-_CHECKPOINT_ENTRIES = frozenset({f"{names.COMMITS}/", f"{names.SAVES}/", names.STOCK_METADATA})
-_SUMS = ("file_count", "read_bytes", "sent_bytes", "copied_bytes", "kept_count", "kept_bytes")
-
-ExportCopier = Callable[[CopySpec, exports.IndexTag], CopyReport]
-"""Copies one export beside the checkpoint, which its index describes."""
-
 
 class CopyOfCommitted(Copy):
-    """A copy of a checkpoint of ours, with its save id or another one, and of its exports."""
+    """A copy of a checkpoint of ours, with its save id or another one."""
 
     source: CommittedSource
     record: SlotRecord | None = None
-    _ticket: SaveTicket | None = None
+    ticket: SaveTicket | None = None
     _ranks: Sequence[FileRef] = ()
-
-    def __init__(
-        self,
-        context: ExportContext,
-        version: CopySource,
-        export_copier: ExportCopier | None = None,
-    ) -> None:
-        """Open the checkpoint; without `export_copier` no exports are copied."""
-        super().__init__(context, version)
-        self._export_copier = export_copier
 
     @property
     def save_id(self) -> str:
         """The save id of the copy."""
-        return self.found.save_id or ""
+        return self.version.save_id or ""
 
     def lay_out(self) -> list[OutFile]:
         """Return the shard files, under the save id of the copy."""
-        files = [] if self.found.was_there else self.source.manifest.files
+        files = [] if self.version.was_there else self.source.manifest.files
         return [whole_file(self._renamed(f.path), f.path, f.size_bytes, f.crc32c) for f, _ in files]
 
-    def take(self) -> ResumeState:
-        """Begin, send the rank manifests, and see which files an earlier copy has sent."""
-        store, target_log, manifest = (
-            self.context.target,
-            self.found.target_log,
-            self.source.manifest,
-        )
-        assert target_log is not None  # noqa: S101  # the coordinator found it
-        if self.found.was_there:
-            self.record = target_log.head
+    def claim(self) -> ResumeState:
+        """Begin, send the rank manifests, and find the files that an earlier copy has sent."""
+        is_resumed = self.begin()
+        if self.version.was_there:
             return ResumeState()
+        manifest = self.source.manifest
+        sends = [partial(self._send_rank, reference) for reference in manifest.ranks]
+        self._ranks = self.context.run_parallel("copy rank manifests", sends)
+        files = {at: self._renamed_ref(file) for at, (file, _) in enumerate(manifest.files)}
+        done = self.context.find_complete(files) if is_resumed else {}
+        store, whole = self.context.target, dict[int, str]()
+        is_checked = self.spec.copies == "auto" and store.capabilities.copies_with_checksum
+        if is_checked and store.can_copy_objects_of(self.context.source):
+            whole = {at: manifest.files[at][0].path for at in files.keys() - done.keys()}
+        return ResumeState(done=done, whole=whole)
+
+    def begin(self) -> bool:
+        """Begin the attempt, unless the target has the copy; return whether it had begun before."""
+        store, target_log = self.context.target, self.version.target_log
+        assert target_log is not None  # noqa: S101  # the coordinator found it
+        if self.version.was_there:
+            self.record = target_log.head
+            return False
         is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
         ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
         # The id was chosen by these slots: a record that has named it since gave it up.
-        previous = target_log.head.head if target_log.head else None
-        self._ticket = replace(ticket, last_slot=target_log.last_slot, previous=previous)
-        sends = [partial(self._send_rank, reference) for reference in manifest.ranks]
-        self._ranks = self.context.at_once("copy rank manifests", sends)
-        if not is_resumed:
-            return ResumeState()
-        # The process of the earlier copy is dead, or the abort ends it: the later copy resumes.
-        attempt_files.abort_uploads(store, names.save_folder(self.save_id))
-        files = {at: self._renamed_ref(file) for at, (file, _) in enumerate(manifest.files)}
-        return ResumeState(done=self.context.there(files))
+        self.ticket = replace(
+            ticket,
+            last_slot=target_log.last_slot,
+            previous=target_log.head.head if target_log.head else None,
+            world_size=self.source.manifest.world_size,
+            with_places=self.source.record.stock_entries != 0,
+        )
+        if is_resumed:
+            # The process of the earlier copy is dead, or the abort ends it: this copy resumes.
+            attempt_files.abort_uploads(store, names.save_folder(self.save_id))
+        return is_resumed
 
     def publish(self, made: WriteSummary) -> None:
         """Commit, and publish `.metadata`, also for a copy that was interrupted between the two."""
         del made
-        store, ticket = self.context.target, self._ticket
+        store, ticket = self.context.target, self.ticket
         publish: Callable[[], bool] = partial(publishing.roll_forward, store, self.save_id)
         if ticket is not None:
             publish = self._commit(ticket)
@@ -167,85 +163,22 @@ class CopyOfCommitted(Copy):
 
     def report(self, made: WriteSummary, seconds: float) -> CopyReport:
         """Copy the exports of this save, too; raises nothing: the copy is committed by now."""
-        copied: dict[str, CopyReport] = {}
-        left_out: list[str] = []
-        failed: dict[str, str] = {}
-        paths: list[str] = []
-        try:
-            paths = [entry.path for entry in listed(self.context.source, "")]
-        except errors.CheckpointError as error:
-            left_out, failed = ["."], {".": str(error)}
-        for path in paths:
-            if path in _CHECKPOINT_ENTRIES or path.startswith(names.PROBE_PREFIX):
-                continue
-            folder = path.rstrip("/")
-            try:
-                export_report = self._copy_export(folder) if path.endswith("/") else None
-            except errors.CheckpointError as error:
-                log.warning("the export %s is not copied: %s", folder, error)
-                export_report = None
-                if not isinstance(error, errors.CheckpointExistsError):
-                    failed[folder] = str(error)
-            if export_report is not None:
-                copied[folder] = export_report
-            else:
-                left_out.append(folder if folder in failed else path)
-        report = super().report(made, seconds)
-        reports = [report, *copied.values()]
-        return replace(
-            report,
-            **{name: sum(getattr(each, name) for each in reports) for name in _SUMS},
-            slot=self.record.slot if self.record else None,
-            total_bytes=self.total_bytes,
-            exports=tuple(copied),
-            left_out=tuple(left_out),
-            failed_exports=failed,
-        )
+        slot = self.record.slot if self.record else None
+        report = replace(super().report(made, seconds), slot=slot)
+        save_id = self.save_id if self.save_id == self.source.save_id else None
+        return copy_exports(self.context, self.spec, save_id, report)
 
     @property
     def total_bytes(self) -> int:
         """The bytes of the shard files."""
         return sum(file.size_bytes for file, _ in self.source.manifest.files)
 
-    def _copy_export(self, folder: str) -> CopyReport | None:
-        """Copy a folder, or what is missing of it; None if it is no export of the save."""
-        spec, tag = self.spec, self._tag_of(folder)
-        if tag is None or not tag.save_id == self.save_id == self.source.save_id:
-            return None
-        if self._export_copier is None:
-            return None
-        source, target = spec.source.child(folder), spec.target.child(folder)
-        if target.is_local:
-            # The folder becomes the root of a store, and a store follows the link of its root.
-            _check_below(target.path, spec.target.path)
-        export_spec = replace(
-            spec,
-            source=source,
-            target=target,
-            include=None,
-            exclude=None,
-            overwrite=False,
-            progress=None,
-        )
-        return self._export_copier(export_spec, tag)
-
-    def _tag_of(self, folder: str) -> exports.IndexTag | None:
-        """Return what an index says; it has no checksum, so it is read twice unless it fits."""
-        store, path = self.context.source, f"{folder}/{names.INDEX_NAME}"
-        for _ in range(2):
-            index = slotlog.read_or_none(store, path)
-            tag = None if index is None else exports.IndexTag.of(index.data)
-            if index is None or (tag is not None and tag.save_id == self.source.save_id):
-                return tag
-            store.drop_caches(path)
-        return tag
-
 
 def id_at_target(context: ExportContext, save_id: str, target_log: CommitLog) -> str:
     """Return the save id that the copy has at the target."""
     slots = range(1, target_log.last_slot + 1)
     reads = [partial(slotlog.read_slot, context.target, slot) for slot in slots]
-    records = filter(None, context.at_once("read slots", reads))
+    records = filter(None, context.run_parallel("read slots", reads))
     named = {name for record in records for name in (*record.fenced, record.save_id)}
     head_id = target_log.head.save_id if target_log.head else None
     while save_id != head_id and save_id in named:
@@ -253,13 +186,3 @@ def id_at_target(context: ExportContext, save_id: str, target_log: CommitLog) ->
         # The time of the save stays.
         save_id = f"{save_id[:17]}{digest[:16]}"
     return save_id
-
-
-def _check_below(folder: str, root: str) -> None:
-    """Refuse a folder below a local root that a symbolic link moves out of it."""
-    if not os.path.realpath(folder).startswith(f"{os.path.realpath(root).rstrip('/')}/"):
-        raise errors.UnsafeContentError(
-            f"{folder} is a symbolic link that leads out of {root}.",
-            path=folder,
-            next_step="Replace the link by a folder, or copy to what it leads to.",
-        )

@@ -7,12 +7,14 @@ folder a checkpoint is copied last.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import PurePosixPath
 
 from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
 from ckpt_storage.format import exports, names
-from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, unseal
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.rereading import read_twice
@@ -39,7 +41,7 @@ def copy_of_foreign(context: ExportContext, version: CopySource) -> CopyOfFiles:
 
 
 def open_foreign(
-    context: ExportContext, source: Source, tag: exports.IndexTag | None
+    context: ExportContext, source: Source, tag: exports.IndexTag | None = None
 ) -> CopyOfFiles:
     """List what is copied, and return the coordinator's copy; no file of the source may be missing.
 
@@ -53,13 +55,12 @@ def open_foreign(
     if spec.target.is_local:
         _check_names(entries, spec.target.url)
     _check_whole(source, {path: info.size_bytes for path, info in entries.items()})
-    crcs, was_there = _exported(context, tag) if tag else ({}, False)
+    documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+    crcs, was_there = _exported(context, tag, documents) if tag else ({}, False)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
     if was_there:
         # The export stays as it is. The files beside it have no checksums, so all are copied.
-        documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
-        complete = {names.INDEX_NAME, *documents, *crcs}
-        entries = {path: info for path, info in entries.items() if path not in complete}
+        entries = {path: info for path, info in entries.items() if path not in crcs}
     files = {
         path: (info.size_bytes, info.modified_s, crcs.get(path)) for path, info in entries.items()
     }
@@ -70,39 +71,54 @@ def open_foreign(
     return foreign_copy
 
 
-def _exported(context: ExportContext, tag: exports.IndexTag) -> tuple[dict[str, int], bool]:
-    """Return the checksums of an export's files, and whether the target's index is the same."""
+def _exported(
+    context: ExportContext, tag: exports.IndexTag, documents: Collection[str]
+) -> tuple[dict[str, int], bool]:
+    """Return checksums of an export's files by path, and whether the target's index is the same."""
+    store, crcs = context.source, dict[str, int]()
+    for path in documents:
+        data = slotlog.read_decoded(store, path, partial(_sound_document, path))
+        crcs |= {} if data is None else {path: crc32c_of(data)}
     path = exports.export_path(tag.fingerprint)
 
-    def read() -> tuple[bytes, exports.ExportRecord]:
-        index = context.source.get(names.INDEX_NAME).data
-        data = context.source.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
-        record = exports.ExportRecord.decode(data, path)
-        slotlog.check_document(index, record.index)
-        return index, record
+    def read_record() -> exports.ExportRecord:
+        data = store.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
+        return exports.ExportRecord.decode(data, path)
 
-    index, record = read_twice(context.source, path, read)
+    record = read_twice(store, path, read_record)
+    index = slotlog.read_referenced(store, record.index)
+    crcs |= {file.path: file.crc32c for file in (*record.files, record.index)}
     target_index = slotlog.read_or_none(context.target, names.INDEX_NAME)
     was_there = target_index is not None and target_index.data == index
     # The guard is still there if an earlier copy stopped just before its end.
     is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
-    return {file.path: file.crc32c for file in record.files}, is_whole
+    return crcs, is_whole
+
+
+def _sound_document(path: str, data: bytes) -> bytes:
+    """Return the bytes of a document with a checksum of its own. Raises `IntegrityError`."""
+    unseal(data, path=path)
+    return data
 
 
 class CopyOfFiles(Copy):
     """A copy of the files that people put beside an export whose copy is complete."""
 
-    def open(self, found: SourceVersion) -> None:
+    def open(self, version: SourceVersion) -> None:
         """Open the folder for reading by path."""
-        del found
-        self.source = ForeignSource(store=self.context.source, format=self.found.format, tensors={})
+        del version
+        self.source = ForeignSource(
+            store=self.context.source, format=self.version.format, tensors={}
+        )
 
     def lay_out(self) -> list[OutFile]:
         """Return all files but the last."""
-        files = sorted(self.found.files.items())
-        return [whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.found.last]
+        files = sorted(self.version.files.items())
+        return [
+            whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.version.last
+        ]
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Make the folders of the files; nothing is resumed."""
         folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
         self.context.target.make_folders(sorted(folders))
@@ -115,16 +131,22 @@ class CopyOfFolder(PlainFolder[CopyReport], CopyOfFiles):
     @property
     def last(self) -> str:
         """The path of the file that is written last."""
-        return self.found.last
+        return self.version.last
 
     def document(self) -> bytes:
         """Return the content of the file that is written last."""
-        size_bytes = self.found.files[self.last][0]
-        data = self.context.source.get(self.last, max_bytes=size_bytes).data
+        store, path = self.context.source, self.last
+        size_bytes, _, crc32c = self.version.files[path]
+
+        def read() -> bytes:
+            data = store.get(path, max_bytes=size_bytes).data
+            if len(data) != size_bytes or crc32c not in {None, crc32c_of(data)}:
+                what = f"{path} has {len(data)} bytes, or another checksum than it had before."
+                raise errors.IntegrityError(what, path=path, offset=0, next_step="Copy again.")
+            return data
+
+        data = read_twice(store, path, read)
         self.check_unchanged()
-        if len(data) != size_bytes:
-            what = f"{self.last} has {len(data)} bytes; {size_bytes} were listed."
-            raise errors.IntegrityError(what, path=self.last, offset=0, next_step="Copy again.")
         return data
 
 
@@ -132,7 +154,7 @@ def _check_whole(source: Source, sizes: Mapping[str, int]) -> None:
     """Refuse a stock checkpoint with a missing or truncated file; other formats are read by now."""
     items = source.items if isinstance(source, StockSource) else {}
     for (fqn, _), item in items.items():
-        # The whole item, with what stands behind a tensor's bytes.
+        # The end of the whole item, behind the tensor's bytes.
         path, end = item.relative_path, item.offset + item.length
         size_bytes = sizes.get(path)
         if size_bytes is None or size_bytes < end:

@@ -1,45 +1,44 @@
 """The copy of a part of a checkpoint: chosen values, as a checkpoint of its own.
 
-A shard file of which everything is wanted goes over as it is: the storage copies or links it. Of
-one of which some is wanted, those items are read and written anew.
+A shard file of which all items are chosen is copied or linked by the storage. Chosen items of other
+files are read and written to new files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import attempt, attempt_files, cleaning, deletion, publishing, slotlog
+from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CommitConflictError, StorageError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabulary
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
-from ckpt_storage.source.model import CommittedSource
+from ckpt_storage.source.model import CommittedSource, read_manifest
 from ckpt_storage.store.deadline import Deadline
 
 from . import layout
-from .copy_base import CopySpec, whole_file
+from .copy_base import CopySource, CopySpec, whole_file
 from .copy_committed import CopyOfCommitted, id_at_target
 from .output import ExportContext, ResumeState, WriteSummary
 from .plan import OutFile, Segment, Stored, elements_of
 from .select import Selected, select
 
-_BLOB = -1
-
 
 def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
-    """Return the values that a copy takes over, None if these are all.
+    """Return the values of a copy, None if these are all values of the source.
 
-    Raises `InvalidInputError` for a pattern that matches nothing, and if nothing is left.
+    Raises `InvalidInputError` for a pattern that matches nothing, and if no value is chosen.
     """
     if not spec.selects:
         return None
@@ -47,7 +46,29 @@ def part_of(source: CommittedSource, spec: CopySpec) -> Selected | None:
     return chosen if chosen.excluded else None
 
 
-def part_id(context: ExportContext, save_id: str, chosen: Selected, target_log: CommitLog) -> str:
+def committed_version(
+    context: ExportContext, spec: CopySpec, head: SlotRecord, target_log: CommitLog
+) -> CopySource:
+    """Return what is copied of a checkpoint of ours, and whether the target has it already."""
+    store, source_id, chosen = context.source, head.save_id or "", None
+    publishing.check_newest(store, CommitLog.ending_with(head))
+    if spec.selects:
+        source = CommittedSource(store, head, read_manifest(store, head), context.options)
+        chosen = part_of(source, spec)
+    if chosen is None:
+        save_id = id_at_target(context, source_id, target_log)
+    else:
+        save_id = _part_id(context, source_id, chosen, target_log)
+    return CopySource(
+        record=head,
+        save_id=save_id,
+        was_there=target_log.head is not None and target_log.head.save_id == save_id,
+        is_part=chosen is not None,
+        target_log=target_log,
+    )
+
+
+def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log: CommitLog) -> str:
     """Return the id that the copy of a part has at the target; the time of the save stays.
 
     The same values have the same id, so that a copy that was interrupted is resumed. If it has
@@ -78,7 +99,7 @@ def part_id(context: ExportContext, save_id: str, chosen: Selected, target_log: 
 
 
 def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
-    """Return what the commit record says of a part; a function has no patterns."""
+    """Return the `part` of the commit record; functions are recorded as None."""
     record: dict[str, Any] = {"of": source_id}
     for key in ("include", "exclude"):
         selection = getattr(spec, key)
@@ -91,22 +112,24 @@ def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class _Shard:
-    """One shard file of the copy; `old` is the file that it equals, else `table` has its items."""
+    """One shard file of the copy.
+
+    `file` describes it if it equals the one at `source_path`; else `table` has its items.
+    """
 
     rank: int
     group: str
-    old: ShardFile | None = None
+    file: ShardFile | None = None
+    source_path: str = ""
     table: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class CopyOfPart(CopyOfCommitted):
     """A copy of chosen values of a checkpoint of ours."""
 
-    _ticket: SaveTicket | None = None
-
     @cached_property
     def chosen(self) -> Selected:
-        """The values that go over."""
+        """The values of the copy."""
         chosen = part_of(self.source, self.spec)
         assert chosen is not None  # noqa: S101  # else it is no copy of a part
         return chosen
@@ -119,12 +142,12 @@ class CopyOfPart(CopyOfCommitted):
         """Return the shard files, in order of rank; the rank manifests of the source are read."""
         self._shards: list[_Shard] = []
         self._known: list[Vocabulary] = []
-        if self.found.was_there:
+        if self.version.was_there:
             return []
         source = self.source
         ranks = range(source.manifest.world_size)
         reads = [partial(source.rank_manifest, rank) for rank in ranks]
-        documents = self.context.at_once("read rank manifests", reads)
+        documents = self.context.run_parallel("read rank manifests", reads)
         groups = iter(source.manifest.groups or [""] * len(source.manifest.files))
         files: list[OutFile] = []
         for document in documents:
@@ -138,7 +161,9 @@ class CopyOfPart(CopyOfCommitted):
                 name = names.shard_path(self.save_id, document.rank, count)
                 count += 1
                 if len(wanted) == len(old.fqn):
-                    self._shards.append(_Shard(rank=document.rank, group=group, old=old))
+                    file = document.renumbered(old, known, name)
+                    shard = _Shard(rank=document.rank, group=group, file=file, source_path=old.path)
+                    self._shards.append(shard)
                     files.append(whole_file(name, old.path, old.size_bytes, old.crc32c))
                     continue
                 values = [self._value(document, old, item) for item in wanted]
@@ -148,7 +173,7 @@ class CopyOfPart(CopyOfCommitted):
         return files
 
     def _wanted(self, document: RankManifest, file: ShardFile) -> list[int]:
-        """Return the items of a file that go over; all of them, or each value once."""
+        """Return the chosen items of a file: all of them, or each value once."""
         chosen = self._chosen_names
         kept = [item for item, number in enumerate(file.fqn) if document.fqns[number] in chosen]
         if len(kept) == len(file.fqn):
@@ -186,41 +211,17 @@ class CopyOfPart(CopyOfCommitted):
         """The bytes of the shard files."""
         return sum(file.size_bytes for file in self.plan.files)
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Begin; name the files that the storage may copy, and those that an earlier copy sent."""
-        context, target_log = self.context, self.found.target_log
-        store = context.target
-        assert target_log is not None  # noqa: S101  # the coordinator found it
-        if self.found.was_there:
-            self.record = target_log.head
-            return ResumeState()
-        is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
-        ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
-        previous = target_log.head.head if target_log.head else None
-        self._ticket = replace(
-            ticket,
-            last_slot=target_log.last_slot,
-            previous=previous,
-            world_size=self.source.manifest.world_size,
-            with_places=self.source.record.stock_entries != 0,
-        )
-        if is_resumed:
-            # The process of the earlier copy is dead, or the abort ends it: this copy resumes.
-            attempt_files.abort_uploads(store, names.save_folder(self.save_id))
-        whole = {at: shard.old for at, shard in enumerate(self._shards) if shard.old is not None}
-        if self.spec.copies == "auto" and store.can_copy_objects_of(context.source):
-            return ResumeState(whole={at: old.path for at, old in whole.items()})
-        if not is_resumed:
-            return ResumeState()
-        files = self.plan.files
-        return ResumeState(
-            done=context.there(
-                {at: replace(old.ref(), path=files[at].name) for at, old in whole.items()}
-            )
-        )
+        context, is_resumed = self.context, self.begin()
+        whole = {at: shard.file for at, shard in enumerate(self._shards) if shard.file is not None}
+        if self.spec.copies == "auto" and context.target.can_copy_objects_of(context.source):
+            return ResumeState(whole={at: self._shards[at].source_path for at in whole})
+        sent = {at: file.ref() for at, file in whole.items()} if is_resumed else {}
+        return ResumeState(done=context.find_complete(sent))
 
     def publish(self, made: WriteSummary) -> None:
-        """Put down what describes the files, and commit as any save is committed.
+        """Write the documents that describe the files, and commit as any save is committed.
 
         Raises `CommitConflictError` if other processes freed the files of this copy.
         """
@@ -241,16 +242,11 @@ class CopyOfPart(CopyOfCommitted):
     def _publish(self, made: WriteSummary) -> None:
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
-        store, ticket = self.context.target, self._ticket
+        store, ticket = self.context.target, self.ticket
         if ticket is None:
-            record = self.record
-            assert record is not None  # noqa: S101  # it was there
-            if record.stock is not None:
-                roll = partial(publishing.roll_forward, store, self.save_id)
-                is_needed = record.stock_entries != 0
-                publishing.publish_commit(store, record, roll, is_needed=is_needed)
+            super().publish(made)
             return
-        reports = self.context.at_once(
+        reports = self.context.run_parallel(
             "write rank manifests",
             [partial(self._report_of, rank, ticket, made) for rank in range(ticket.world_size)],
         )
@@ -265,14 +261,17 @@ class CopyOfPart(CopyOfCommitted):
         )
 
     def part_record(self) -> dict[str, Any]:
-        """Return what the commit record says of a part."""
+        """Return the `part` of the commit record."""
         return patterns_of(self.spec, self.source.save_id or "")
 
     def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:
         """Write the manifest of a rank; return its report."""
         document, known = self.source.rank_manifest(rank), self._known[rank]
         shards = [(at, shard) for at, shard in enumerate(self._shards) if shard.rank == rank]
-        files = [self._described(at, shard, document, known, made) for at, shard in shards]
+        files = [
+            shard.file or layout.described(self.plan.files[at], shard.table, at, made)
+            for at, shard in shards
+        ]
         kept = known.fqns.keys()
         manifest = RankManifest(
             save_id=self.save_id,
@@ -294,38 +293,4 @@ class CopyOfPart(CopyOfCommitted):
             with_places=ticket.with_places,
             ties=self.chosen.ties,
             groups=[shard.group for _, shard in shards] if self.source.manifest.groups else (),
-        )
-
-    def _described(
-        self,
-        at: int,
-        shard: _Shard,
-        document: RankManifest,
-        known: Vocabulary,
-        made: WriteSummary,
-    ) -> ShardFile:
-        """Return the table of one file, with the names, dtypes and boxes of the copy."""
-        file, old = self.plan.files[at], shard.old
-        if old is None:
-            return layout.described(file, shard.table, at, made)
-        rows = list(_renumbered(document, old, known))
-        columns: dict[str, Any] = dict(
-            zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)
-        )
-        return replace(old, path=file.name, **columns)
-
-
-def _renumbered(
-    document: RankManifest, file: ShardFile, known: Vocabulary
-) -> Iterable[tuple[int, ...]]:
-    """Yield the rows of a file as another vocabulary numbers them."""
-    for row in zip(*(getattr(file, key) for key in COLUMNS), strict=True):
-        fqn, dtype, box, *places = row
-        yield (
-            *known.numbers(
-                document.fqns[fqn],
-                None if dtype == _BLOB else document.dtypes[dtype],
-                None if box == _BLOB else document.boxes[box],
-            ),
-            *places,
         )

@@ -35,7 +35,7 @@ from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
 
 from .layout import index_document, with_suffix
-from .output import Export, ExportContext, R, ResumeState, SourceVersion, WriteSummary
+from .output import Export, R, ResumeState, WriteSummary
 from .owners import check_owned, holder_of, read_trusted
 
 log = logging.getLogger("ckpt_storage")
@@ -46,13 +46,6 @@ _RECORDS = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{1,16}}/")
 
 class Folder(Export[R]):
     """A folder that one run holds at a time, with a record of each sealed file."""
-
-    _run_id = ""
-
-    @property
-    def resumes_uploads(self) -> bool:
-        """Whether uploads of an earlier run are completed, and checked only then."""
-        return True
 
     def seal(self, number: int, sealed: Sealed) -> None:
         """Write the record of file `number`."""
@@ -71,7 +64,9 @@ class Folder(Export[R]):
         keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str, str]] = set()
-        if self.resumes_uploads and any(seal.token for seal in recorded.values()):
+        # A single file replaces one of the same name, so it is not completed before it is checked.
+        is_resumable = self.is_together and len(files) > 1
+        if is_resumable and any(seal.token for seal in recorded.values()):
             try:
                 open_uploads = store.open_uploads("")
             except errors.StorageError as error:
@@ -79,19 +74,20 @@ class Folder(Export[R]):
                     raise
                 # Files that lack their names are made again.
                 log.info("%s: open uploads cannot be looked for: %s", store.url, error)
-        done = self.context.there({at: seal.file for at, seal in recorded.items()})
+        done = self.context.find_complete({at: seal.file for at, seal in recorded.items()})
         uploads = {at: (seal.file.path, seal.token) for at, seal in recorded.items()}
         is_open = {at for at, upload in uploads.items() if upload in open_uploads}
         sealed = {at: recorded[at] for at in sorted(is_open - done.keys())}
-        self._run_id = names.new_write_id()
-        holder = exports.Holder(run_id=self._run_id, fingerprint=identity, stamp=stamp())
+        run_id = names.new_write_id()
+        holder = exports.Holder(run_id=run_id, fingerprint=identity, stamp=stamp())
         store.replace(HOLDER_PATH, holder.encode())
         if earlier is not None:
             kept = {seal.file.path for seal in sealed.values()}
             abort_uploads(
                 store, "", lambda path: path not in kept and self.may_end(uploaded_file(path))
             )
-        return ResumeState(done=done, sealed=sealed)
+        run_ids = (run_id, *([earlier.run_id] if earlier else []))
+        return ResumeState(run_ids=run_ids, done=done, sealed=sealed)
 
     def may_end(self, path: str) -> bool:
         """Return whether only an earlier run can have left an upload to a path open."""
@@ -102,7 +98,7 @@ class Folder(Export[R]):
         holder = holder_of(self.context.target)
         if holder is None:
             raise self.overtaken("it was removed")
-        if holder.run_id != self._run_id:
+        if holder.run_id not in self.run_ids:
             host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
             raise self.overtaken(f"it was taken over by process {pid} on {host}")
 
@@ -110,12 +106,11 @@ class Folder(Export[R]):
         """Return the error for a run whose output does not count, because of another run."""
         url = self.spec.target.url
         return errors.ConsolidationError(
-            f"Another consolidation worked in {url} at the same time: {how}. This one published "
-            "nothing.",
+            f"Another run wrote to {url} at the same time: {how}. This one published nothing.",
             path=url,
             phase=self.context.deadline.phase,
-            next_step="Let one consolidation at a time write to a folder; call this one again if "
-            "its output should count.",
+            next_step="Let one run at a time write to a folder; call this one again if its output "
+            "is the one you want.",
         )
 
     def recorded(self) -> list[Sealed]:
@@ -130,25 +125,20 @@ class Folder(Export[R]):
         paths = (entry.path for entry in listed(store, exports.records_folder(identity)))
         records = filter(exports.is_file_record, paths)
         reads = [partial(read_trusted, store, path, decode) for path in records]
-        seals = self.context.at_once("read records", reads)
+        seals = self.context.run_parallel("read records", reads)
         return [seal for seal in seals if seal is not None and seal.fingerprint == identity]
 
 
 class PlainFolder(Folder[R]):
-    """A folder of files of another format, of which readers must not take a part for the whole.
+    """A folder of files of another format; readers must not load a part of them as the whole.
 
     The file that makes the others a checkpoint is written last. While a folder of safetensors is
-    being filled, a guard lies in it (`GUARD`). At the end the records of ours are deleted.
+    being filled, it holds a guard (`GUARD`). At the end our records are deleted.
     """
-
-    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
-        super().__init__(context, found)
-        self.is_together = self.last != STOCK_METADATA
-        self._orphans: set[str] = set()
 
     @property
     def last(self) -> str:
-        """The file that goes last: `.metadata`, the index of weight files, or "" for none."""
+        """The file that is written last: `.metadata`, the index of weight files, or "" for none."""
         return ""
 
     def document(self) -> bytes:
@@ -157,14 +147,14 @@ class PlainFolder(Folder[R]):
 
     @property
     def _is_guarded(self) -> bool:
-        """Whether weight files are written, of which readers take what they find."""
+        """Whether weight files are written: some readers load all that are in a folder."""
         return any(map(_is_weight, self._names))
 
     @cached_property
     def _names(self) -> set[str]:
         return {*(file.name for file in self.plan.files), self.last} - {""}
 
-    def take(self) -> ResumeState:
+    def claim(self) -> ResumeState:
         """Make the folder look like no checkpoint; keep the files that an earlier run sealed.
 
         Files of another run that died may always be replaced; a complete checkpoint, or a file
@@ -186,7 +176,7 @@ class PlainFolder(Folder[R]):
         in_the_way = here & self._names
         if is_indexed:
             in_the_way |= {path for path in here if path == INDEX_NAME or mixes(path)}
-        # Readers take what would be replaced here for a checkpoint.
+        # To readers, the files that would be replaced are a checkpoint.
         is_whole = STOCK_METADATA in here or (
             is_indexed
             and GUARD_NAME not in here
@@ -208,29 +198,30 @@ class PlainFolder(Folder[R]):
             if STOCK_METADATA in here or (is_remains and not is_indexed):
                 # Without `.metadata` no reader knows what is in shards.
                 old |= set(filter(_is_shard, here))
+            # Files that an earlier run completed, of whatever names.
+            records = filter(exports.is_file_record, here)
+            seals = [read_trusted(store, path, Sealed.decode) for path in records]
+            old |= here & {seal.file.path for seal in seals if seal}
             store.delete(sorted(old))
-            for path in filter(exports.is_file_record, here):
-                sealed = read_trusted(store, path, Sealed.decode)
-                self._orphans |= {sealed.file.path} if sealed else set()
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         return self.hold(earlier)
 
     def may_end(self, path: str) -> bool:
-        """Return also whether the path is that of a file of this run or of an earlier one."""
-        is_own = _is_shard(path) or _is_weight(path) or path in self._names | self._orphans
+        """Return also whether a shard, a weight file or a file of this run has the path."""
+        is_own = _is_shard(path) or _is_weight(path) or path in self._names
         return is_own or super().may_end(path)
 
     def publish(self, made: WriteSummary) -> None:
-        """Put the file that shows all others, and remove the guard."""
+        """Write the file that makes all others a checkpoint, and delete the guard."""
         del made
         self.check_held()
         if self.last:
             self.context.target.replace(self.last, self.document())
         if self._is_guarded:
             self.context.target.delete([GUARD_NAME])
-        # Whatever lies here now is a checkpoint like any other.
+        # The folder is now a checkpoint like that of any other writer.
         self.context.target.delete_folder(exports.records_folder(self.plan.identity))
         self.context.target.delete([HOLDER_PATH])
         if not listed(self.context.target, DOCUMENTS):
@@ -261,11 +252,6 @@ class ExportFolder(Folder[R]):
     _index: Content | None = None
     _before: frozenset[str] = frozenset()
 
-    @property
-    def resumes_uploads(self) -> bool:
-        """Not of a single file, which replaces a file of the same name."""
-        return len(self._own) > 1
-
     @cached_property
     def _own(self) -> frozenset[str]:
         return frozenset(file.name for file in self.plan.files)
@@ -279,20 +265,20 @@ class ExportFolder(Folder[R]):
 
     @property
     def _needs_guard(self) -> bool:
-        """Whether readers could mix files, or take some for all, while they are replaced."""
+        """Whether readers could load old and new files, or only some, while they are replaced."""
         mixes = self._before != self._own if len(self._own) > 1 else self._before - self._own
         return self._index is None or bool(mixes)
 
-    def take(self) -> ResumeState:
-        """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
+    def claim(self) -> ResumeState:
+        """Claim the folder; the name is the suffix of the weight files' names, "" for none."""
         store, identity = self.context.target, self.plan.identity
         self._index = read_or_none(store, INDEX_NAME)
         here = {entry.path for entry in listed(store, "")}
         is_first = not is_there(store, NAMES_PATH)
         if is_first:
             self._claim_names(here)
-        # The stored document counts, whatever the response was; no content owns the names of a
-        # damaged document.
+        # The stored document decides, whatever the response was; if it is damaged, no content owns
+        # the names.
         owner = read_trusted(store, NAMES_PATH, exports.Names.decode)
         is_mine = owner is not None and owner.fingerprint == identity
         check_owned(store, listed(store, ""), identity)
@@ -303,19 +289,19 @@ class ExportFolder(Folder[R]):
         )
         if self._needs_guard and not is_first:
             self._check_may_delete()
-        taken = self.hold(holder_of(store))
+        resume = self.hold(holder_of(store))
         able = store.capabilities
         shows_early = not (able.tokens_travel and able.lists_uploads)
         if self._needs_guard and (self._index is None or shows_early):
             store.replace(GUARD_NAME, GUARD)
-        return replace(taken, name=suffix)
+        return replace(resume, name=suffix)
 
     def rename(self, name: str) -> None:
         """Give the files a suffix."""
         self.plan = replace(self.plan, files=with_suffix(self.plan.files, name))
 
     def _claim_names(self, here: Collection[str]) -> None:
-        """Give names without a suffix to this content, unless another run is faster."""
+        """Claim the names without a suffix for this content, unless another run is faster."""
         store = self.context.target
         foreign = sorted(name for name in here if _is_weight(name) or name == INDEX_NAME)
         if foreign:
@@ -355,7 +341,7 @@ class ExportFolder(Folder[R]):
             ) from error
 
     def recorded(self) -> list[Sealed]:
-        """Return also the files of a complete export of this content."""
+        """Return the files of a complete export of this content, too."""
         identity = self.plan.identity
         path = exports.export_path(identity)
         record = read_trusted(self.context.target, path, exports.ExportRecord.decode)
@@ -428,7 +414,7 @@ class ExportFolder(Folder[R]):
         try:
             self.check_held()
         except errors.ConsolidationError:
-            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
+            log.info("%s: the consolidation that runs there deletes superseded files", store.url)
             return
         old = sorted(
             name for name in here if exports.is_weight_file(name) and name not in self._own

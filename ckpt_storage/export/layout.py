@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
@@ -32,7 +32,7 @@ from .extras import named_files
 from .options import ConsolidateOptions
 from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
-from .select import FILES_PREFIX, Selected, Skipped, choose_model
+from .select import FILES_PREFIX, Selected, SkippedValue, choose_model
 from .write import joined
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _EXTENSION = ".safetensors"
 
 DATA_ALIGN_BYTES = 64
-"""The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
+"""The tensors' bytes begin at a multiple of it, as the payloads of our shard files."""
 
 
-def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, tuple[Skipped, ...]]:
+def lay_out_model(
+    source: Source, options: ConsolidateOptions
+) -> tuple[Files, tuple[SkippedValue, ...]]:
     """Return the weight files of a consolidation, as in an empty folder, and what is in none."""
     tensors, skipped = choose_model(source, options)
     pattern = options.filename_pattern or _default_pattern(skipped, options)
@@ -66,7 +68,7 @@ def lay_out_model(source: Source, options: ConsolidateOptions) -> tuple[Files, t
     return _weight_files(groups, pattern), skipped
 
 
-def _default_pattern(skipped: Sequence[Skipped], options: ConsolidateOptions) -> str:
+def _default_pattern(skipped: Sequence[SkippedValue], options: ConsolidateOptions) -> str:
     """Return the pattern for adapters if `adapter_config.json` lies beside the weights."""
     files = {value.fqn.removeprefix(FILES_PREFIX) for value in skipped if value.reason == "file"}
     files |= named_files(options.extra_files).keys()
@@ -82,7 +84,8 @@ def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> F
 def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
     """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
 
-    A file of that layout holds one part of a tensor at the most: part n of each goes with others.
+    A file of that layout holds at most one chunk of a tensor: chunk n of each tensor is in file n,
+    or in one of those that share its chunks by size.
     """
     columns: dict[int, list[Elements]] = {}
     for fqn, tensor in tensors.items():
@@ -254,8 +257,7 @@ def lay_out_shard(
         end = begin + part.size_bytes
         segments += [Fixed(b"\0" * (start - at) + head), part, Fixed(tail)]
         at = end + len(tail)
-        lies = (start, at - start, begin, end - begin)
-        rows.append((*known.numbers(fqn, dtype, box), *lies))
+        rows.append((*known.numbers(fqn, dtype, box), start, at - start, begin, end - begin))
         if block_bytes is not None:
             edges += [*range(begin, end, block_bytes), end]
     if block_bytes is not None:
@@ -286,7 +288,7 @@ def rank_manifest(
 def described(
     file: OutFile, columns: Mapping[str, Sequence[int]], number: int, made: WriteSummary
 ) -> ShardFile:
-    """Return the table of a shard file that was made, the one at position `number`."""
+    """Return the table of a shard file that was written, the one at position `number`."""
     crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
     parts: dict[int, list[Span]] = {}
     for span in crcs:
@@ -298,19 +300,20 @@ def described(
         frame_crcs.append(next(joined_crcs))
         block_crcs.extend(islice(joined_crcs, -(-length // DEFAULT_BLOCK_BYTES)))
     frame_crcs.append(next(joined_crcs))
+    table: dict[str, Any] = dict(columns)  # of types that mypy cannot tell apart
     return ShardFile(
         path=file.name,
         size_bytes=file.size_bytes,
         crc32c=joined(crcs)[2],
         block_bytes=DEFAULT_BLOCK_BYTES,
-        **columns,
+        **table,
         block_crcs=block_crcs,
         frame_crcs=frame_crcs,
     )
 
 
 def metadata_of(source: Source, chosen: Selected) -> Metadata:
-    """Return what DCP's global plan would have said of the values; without places."""
+    """Return the `Metadata` of DCP's global plan for the values; without places."""
     import torch  # noqa: PLC0415  # only for DCP's formats
     from torch.distributed.checkpoint import metadata as dcp  # noqa: PLC0415  # as above
 

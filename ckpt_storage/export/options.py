@@ -1,4 +1,4 @@
-"""What a caller may give: options of a consolidation, selections of values, sizes, locations."""
+"""Arguments of callers: options of a consolidation, selections of values, sizes, locations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_storage.source.renaming import RENAME_WANTED, Rename, is_rename
 from ckpt_storage.store import Location, endpoint_of
 
 Selection = str | Collection[str] | Callable[[str], bool]
-"""FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
+"""FQNs and glob patterns, or a function that returns for each FQN whether it is selected."""
 
 ExtraFiles = str | os.PathLike[str] | Collection[str | os.PathLike[str]] | Mapping[str, Any]
 """Paths or URLs of files, or a mapping from the name in the export to a path, a URL or bytes."""
@@ -43,7 +43,7 @@ WANTED = {
     "tied": '"drop", "keep", or a mapping from alias to target',
     "extra_files": "paths or URLs of files, or a mapping from names to these or to bytes",
 }
-"""What each option has to be that says what comes out."""
+"""The valid values of the options that decide the content of an export, for error messages."""
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _DIGEST_CHARS = 80
@@ -58,35 +58,35 @@ class ConsolidateOptions:
         not count, as in Hugging Face's libraries.
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
-        FQNs. Every tensor that goes out needs one.
+        FQNs. Every tensor that is exported needs one.
     filename_pattern: names of the weight files: `model{suffix}.safetensors`, PEFT's
         `adapter_model{suffix}.safetensors` (always one file) or diffusers'
         `diffusion_pytorch_model{suffix}.safetensors`. None: PEFT's if `adapter_config.json` lies
         beside the weights, else the first.
     dtype: what to cast to, as a `torch.dtype` or its name; or a mapping to these from FQNs, names
         in the weight files and glob patterns, such as `{"*.router.*": "float32", "*": "bfloat16"}`,
-        of which the first that matches counts. Only tensors of float64, float32, float16 and
-        bfloat16 are cast, and only to these; all others go out as they are.
+        of which the first that matches is used. Only tensors of float64, float32, float16 and
+        bfloat16 are cast, and only to these; all others are not changed.
     rename: names in the weight files. A mapping from FQN to name leaves the tensors that it does
         not list their default name: their own, without `module.` and `_orig_mod.` of wrappers.
         A function gets every FQN, and its answer is the name; it must answer alike on all ranks.
-    include: which tensors go out, instead of the default choice: the model's.
-    exclude: which of them do not. Both take FQNs and glob patterns (`*`, which matches dots too,
+    include: which tensors to export, instead of the default: the model's.
+    exclude: which of them to skip. Both take FQNs and glob patterns (`*`, which matches dots too,
         `?`, `[...]`, letter case counts), one or a collection of them, or a function that gets
-        each FQN. An entry that is an FQN is never read as a pattern.
-    tied: what happens to aliases of recorded ties: "drop" leaves them out, because `transformers`
-        ties them again; "keep" writes their bytes once more. A mapping from alias to target (FQNs,
-        the model's key may be left off) is "drop" with more ties than were recorded.
+        each FQN. An entry that is an FQN is not used as a pattern.
+    tied: for aliases of recorded ties: "drop" skips them, because `transformers` ties them again;
+        "keep" writes their bytes once more. A mapping from alias to target (FQNs, with or without
+        the model's key) is "drop" with more ties than were recorded.
     extra_files: files to write beside the weights, such as config.json and those of a tokenizer:
         paths or URLs, or a mapping from the name in the export to a path, a URL or bytes. The first
         rank reads them. They are replaced before the index is. Entries `files.<name>` of the
-        checkpoint, tensors of uint8, are written without asking, unless `exclude` names them.
+        checkpoint, tensors of uint8, are written too, unless `exclude` names them.
     memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
         or this rank's share of the node's (`docs/performance.md`).
     page_cache: "drop" lets the kernel keep no copy of weight files that are on a local disk, "keep"
         leaves them in its cache; None: "keep", or after a save as that has it.
     output: folder or URL of the export that a save makes; None: `hf` below the checkpoint.
-        `consolidate` itself takes it as an argument of its own.
+        `consolidate` itself has an argument for it.
     output_storage_options: passed to the file system of `output`.
     """
 
@@ -144,7 +144,7 @@ class ConsolidateOptions:
 
 
 def check_memory_limit(limit: object) -> None:
-    """Raise `InvalidInputError` for a ceiling of buffers that nothing can work with."""
+    """Raise `InvalidInputError` for a limit of buffers that is too low."""
     if type(limit) is not int or limit < MIB:
         raise _wrong("memory_limit_bytes", limit, f"an integer of {MIB} or more")
 
@@ -195,7 +195,7 @@ def _wrong(option: str, value: object, wanted: str) -> InvalidInputError:
 
 
 def matching(selection: Selection, names: Collection[str], option: str) -> set[str]:
-    """Return those of `names`, all values of a checkpoint, that a selection means.
+    """Return those of `names`, the values of a checkpoint, that a selection selects.
 
     An entry is an FQN, or else a glob pattern. Raises `InvalidInputError` for an entry that matches
     nothing: it is likely misspelt.
@@ -218,7 +218,7 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
 
 
 def digest(value: object) -> str:
-    """Return a text that is the same for equal options; the plan holds what functions return."""
+    """Return a text that is the same for equal options; results of functions are in the plan."""
     if callable(value):
         return "a function"
     if isinstance(value, Mapping):
@@ -232,7 +232,7 @@ def digest(value: object) -> str:
 def location_beside(
     source: Location, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> Location:
-    """Return where `url` is; without options of its own, with those of a source of its kind."""
+    """Return the location of `url`; its options are by default those of a source of its kind."""
     location = Location.of(url, storage_options)
     if storage_options is None and location.protocol == source.protocol:
         return Location.of(url, source.storage_options)
@@ -248,7 +248,7 @@ def split_file(location: Location) -> tuple[Location, str]:
 
 
 def is_within(outer: Location, inner: Location) -> bool:
-    """Return whether names alone tell that `inner` is `outer`, or lies below it."""
+    """Return whether, by their names, `inner` is `outer` or lies below it."""
 
     def spelt(location: Location) -> str:
         # Of the options only these lead to another storage.

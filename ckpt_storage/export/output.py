@@ -1,4 +1,4 @@
-"""What an export is made from, where it goes, what is done of it, and what one front door adds."""
+"""The spec, the stores, the resumed state and the results of an export, and its base class."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSpec:
-    """From where to where an output is made, and how; the same on all ranks."""
+    """The source, the target and the options of an output; the same on all ranks."""
 
     source: Location
     target: Location
@@ -71,14 +71,14 @@ class ExportSpec:
     progress: Progress = None
 
     phase: ClassVar[Phase] = "write"
-    """What the work is a phase of."""
+    """The phase in which the files are written."""
 
     def first_phase(self, *, is_alone: bool) -> Phase:
-        """Return the phase of planning; a rank alone has one deadline, that of the work."""
+        """Return the phase of planning; a rank alone has one phase, that of writing."""
         return self.phase if is_alone else "plan"
 
     def terms(self) -> dict[str, str]:
-        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        """Return the options that must be equal on all ranks, for `Operation.meet`."""
         return {
             "the checkpoint's URL": self.source.url,
             "the storage's endpoint": endpoint_of(self.source),
@@ -89,7 +89,7 @@ class ExportSpec:
 
 
 class ExportContext:
-    """Both storages of an output on one rank, bounded by the phase that is under way."""
+    """Both stores of an output on one rank, with the deadline of the current phase."""
 
     def __init__(self, spec: ExportSpec) -> None:
         self.spec = spec
@@ -109,7 +109,7 @@ class ExportContext:
             part_bytes=max(min(DEFAULT_PART_BYTES, share_bytes), MIB // 16),
             memory_limit_bytes=limit_bytes or default_memory_limit_bytes(),
         )
-        # They learn how many requests the storages bear.
+        # They adapt to the number of requests that the storages accept.
         self.source_pace, self.target_pace = Pacer(threads), Pacer(threads)
 
     def begin(self, deadline: Deadline) -> None:
@@ -118,14 +118,14 @@ class ExportContext:
         self.source = self._plain_source.bounded(deadline, throttled=self.source_pace.slowed_down)
         self.target = self._plain_target.bounded(deadline, throttled=self.target_pace.slowed_down)
 
-    def at_once(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Return what some small jobs return, done several at a time; raise the first failure."""
+    def run_parallel(self, name: str, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Return the results of small jobs, several at a time; raise the first failure."""
         return some_at_once(jobs, _THREADS, name=name, deadline=self.deadline)
 
-    def there(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
+    def find_complete(self, files: Mapping[int, FileRef]) -> dict[int, FileRef]:
         """Return those files that are at the target in their length."""
         looks = [partial(stat_or_none, self.target, file.path) for file in files.values()]
-        stats = zip(files.items(), self.at_once("look for files", looks), strict=True)
+        stats = zip(files.items(), self.run_parallel("look for files", looks), strict=True)
         return {at: file for (at, file), s in stats if s and s.size_bytes == file.size_bytes}
 
     @cached_property
@@ -142,9 +142,9 @@ class ExportContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceVersion:
-    """What the coordinator opened: by its record if it is of ours.
+    """The version of the source that the coordinator opened: its record, if it is of ours.
 
-    Else `state` (JSON) stands for the content; of files without a time it is another one each time.
+    Else `state` (JSON) identifies the content; it is always new for files without a time.
     """
 
     record: SlotRecord | None = None
@@ -153,29 +153,32 @@ class SourceVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """What the coordinator found in a place that it took; `name` is what the files are named by.
+    """What an earlier run had done at the target; `name` is what the files are named by.
 
-    By position: `done` are files that bear their names, `sealed` those that only lack them, and
-    `whole` the paths of stored files that they equal, which the storage may copy by itself.
+    `run_ids` are this run, which has claimed the target, and the earlier one: mounts may go on
+    showing the latter's claim to other ranks for a while.
+    By position: `done` are complete files, `sealed` complete uploads whose files lack their names,
+    and `whole` the paths of stored files that they equal, which the storage may copy by itself.
     """
 
     name: str = ""
+    run_ids: tuple[str, ...] = ()
     done: Mapping[int, FileRef] = field(default_factory=dict)
     sealed: Mapping[int, Sealed] = field(default_factory=dict)
     whole: Mapping[int, str] = field(default_factory=dict)
 
 
 Span = tuple[int, int, int]
-"""Where bytes of a file begin, how many there are, and their CRC-32C."""
+"""The first of some bytes of a file, their number, and their CRC-32C."""
 
 
 @dataclass(slots=True)
 class Result:
-    """What one rank did. All mappings but `moved` are by position of the file.
+    """The results of one rank. All mappings but `moved` are by position of the file.
 
     Spans are those of whole regions, or, of a file with edges, of what lies between them. `moved`
     are the `read_bytes`, `sent_bytes` and `copied_bytes` (by the storage), as reports name them.
-    `receipts` are of shared files, `sealed` the files that it sealed, or found sound.
+    `receipts` are of shared files; `sealed` are complete files, and complete uploads.
     """
 
     spans: dict[int, list[Span]] = field(default_factory=dict)
@@ -187,9 +190,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSummary:
-    """What came of a plan, by position and by rank; only the coordinator has all of it.
+    """The files of a plan by position, and the results by rank; complete on the coordinator alone.
 
-    `kept` are the files that an earlier run had completed, and that were sound.
+    `kept` are the files that an earlier run had completed, and that are sound.
     """
 
     files: Mapping[int, FileRef]
@@ -205,12 +208,13 @@ class WriteSummary:
 
 
 class Export(abc.ABC, Generic[R]):
-    """One export on one rank: what is read, which files are made of it, and where they go.
+    """One export on one rank: its source, its files, and how they are published.
 
-    The coordinator makes it without `found`, and looks for the checkpoint; the others open what it
-    found. Only the coordinator calls `check_unchanged` and what follows `content`, but for `rename`
-    and `seal`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`. With
-    `is_together` files get their names at the end, where that works.
+    The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
+    that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
+    except `rename`, `seal` and `check_held`. The writer reports to `on_bytes`; `publish` writes
+    `stream_bytes`.
+    With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
     is_together: bool = False
@@ -218,15 +222,16 @@ class Export(abc.ABC, Generic[R]):
     plan: Plan
     on_bytes: Callable[[int], None]
     stream_bytes = 0
+    run_ids: tuple[str, ...] = ()
 
-    def __init__(self, context: ExportContext, found: SourceVersion | None = None) -> None:
+    def __init__(self, context: ExportContext, version: SourceVersion | None = None) -> None:
         self.context, self.spec = context, context.spec
         self.watch: Callable[[], None] | None = None
-        if found is None:
-            self.found = self.find()
+        if version is None:
+            self.version = self.find()
         else:
-            self.found = found
-            self.open(found)
+            self.version = version
+            self.open(version)
 
     @property
     def part_bytes(self) -> int:
@@ -244,18 +249,18 @@ class Export(abc.ABC, Generic[R]):
         self.source = source = open_newest(context.source, context.options)
         if isinstance(source, CommittedSource):
             return SourceVersion(record=source.record)
-        # An output may lie below the source, and be another one by now.
+        # Files below the source may belong to an output, which changes.
         own = {*source.paths, STOCK_METADATA, INDEX_NAME}
-        marks = {path: mark for path, mark in source.marks.of.items() if path in own}
-        source.marks = replace(source.marks, of=marks)
+        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
+        source.versions = replace(source.versions, of=marks)
         self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
-        is_told = all(time_s is not None for _, time_s in marks.values())
-        return SourceVersion(state=sorted(marks.items()) if is_told else new_write_id())
+        has_times = all(time_s is not None for _, time_s in marks.values())
+        return SourceVersion(state=sorted(marks.items()) if has_times else new_write_id())
 
-    def open(self, found: SourceVersion) -> None:
-        """Open what the coordinator found, even if it is not the newest any more."""
-        store, options, record = self.context.source, self.context.options, found.record
+    def open(self, version: SourceVersion) -> None:
+        """Open the version of the coordinator, even if it is not the newest any more."""
+        store, options, record = self.context.source, self.context.options, version.record
         if record is None:
             self.source = open_source(store, options)
         else:
@@ -272,38 +277,38 @@ class Export(abc.ABC, Generic[R]):
 
     @abc.abstractmethod
     def content(self) -> object:
-        """Return what stands for the content of the files (JSON)."""
+        """Return values that identify the content of the files (JSON)."""
 
-    def take(self) -> ResumeState:
-        """Make the place this run's, and say what of the work is done; nothing is shown yet."""
+    def claim(self) -> ResumeState:
+        """Claim the target for this run, unseen by readers; return what an earlier run had done."""
         return ResumeState()
 
     def rename(self, name: str) -> None:
-        """Give the files the names that `take` chose."""
+        """Give the files the names that `claim` chose."""
 
     def seal(self, number: int, sealed: Sealed) -> None:
-        """Write down that file `number` (from 1) is sealed."""
+        """Record that file `number` (from 1) is complete."""
 
     def check_held(self) -> None:
-        """Raise if another run took the place over."""
+        """Raise if another run took the target over."""
 
     def prepare_names(self) -> None:
-        """Make the place ready for files that get their names now."""
+        """Prepare the target for the files, which get their names next."""
 
     def publish(self, made: WriteSummary) -> None:
-        """Make the files count, by one last write; all of them bear their names."""
+        """Publish the files, which all have their names, by one last write."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Clear away what nobody could go on with."""
+    def clean_up(self, error: BaseException) -> None:
+        """Delete what no later run can use."""
 
     @abc.abstractmethod
     def report(self, made: WriteSummary, seconds: float) -> R:
-        """Say what was made, once it is published."""
+        """Return the report, once the files are published."""
 
 
 @contextlib.contextmanager
 def probed(target: Store) -> Iterator[str]:
-    """Put a file of a random name at the target, give its path, and remove it."""
+    """Write a file with a random name to the target, yield its path, and delete it."""
     path = probe_path()
     target.make_folders([])
     target.put(path, b"Who else sees this?")
@@ -315,9 +320,9 @@ def probed(target: Store) -> Iterator[str]:
 
 
 def place_within(source: Store, target: Store) -> str | None:
-    """Return where below the source's root that of the target lies, "" for the very same.
+    """Return the path of the target's root below that of the source, "" if they are the same.
 
-    None: elsewhere, or nothing lies there or may be written there: then nothing can be harmed.
+    None if it lies elsewhere, or if the target is empty or not writable: nothing can be lost then.
     """
     refused = {"not-found", "permission"}
     try:
@@ -332,7 +337,7 @@ def place_within(source: Store, target: Store) -> str | None:
                 if is_there(source, name):
                     return ""
             except StorageError as error:
-                # Some storages refuse those who may not list what is not there.
+                # Without the right to list, some storages answer so for absent objects.
                 if error.kind not in refused:
                     raise
             paths = (entry.path for entry in source.list(""))

@@ -1,4 +1,4 @@
-"""What output files are made of, and who writes which bytes of them, in which parts.
+"""The content of output files, and which rank writes which bytes of them, in which parts.
 
 Pure, the same on every rank. All parts of a file but the last have one length, and their numbers
 have no gap: Cloudflare R2, Garage and S3 Express refuse other uploads.
@@ -104,7 +104,7 @@ class OutFile:
     """One output file.
 
     `crc32c` is that of the whole file where it is known before. With `edges`, which ascend and of
-    which the last is the end, the writer also tells the checksums of what lies between them.
+    which the last is the end, the writer returns the checksum of the bytes between each two.
     """
 
     name: str
@@ -161,10 +161,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that is written, and by whom; files without bytes are the coordinator's.
+    """All files, and which rank writes them; the coordinator writes those without bytes.
 
-    Every byte that is to be written is in one of `regions`, in order; then come the files that are
-    done. `identity` (sha256, hex) stands for the content, not for ranks or file names.
+    Every byte to write is in one of `regions`, in order; the regions of complete files follow.
+    `identity` (sha256, hex) identifies the content, but neither ranks nor file names.
     """
 
     files: tuple[OutFile, ...]
@@ -176,22 +176,22 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What is equal on two ranks if they made the same plan (sha256, hex)."""
+        """A digest that is equal on ranks with the same plan (sha256, hex)."""
         regions = [[r.file, r.start, r.stop, r.owner] for r in self.regions]
         names = [file.name for file in self.files]
         return _digest([self.identity, self.world_size, names, regions])
 
     def regions_of(self, rank: int) -> list[Region]:
-        """Return what `rank` writes or reads back."""
+        """Return the regions that `rank` writes or reads back."""
         return [region for region in self.regions if region.owner == rank]
 
-    def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
-        """Return the plan for what is left: files of `done` to check, of `sealed` only to name."""
+    def remaining(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
+        """Return the plan without complete files: `done` are only checked, `sealed` only named."""
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
         left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
         regions = divide(left, self.world_size, self.able, self.part_bytes)
         checked = {at: sizes[at] for at in sorted(done)}
-        checks = _whole_files(checked, self.world_size, self.able, self.part_bytes)
+        checks = whole_files(checked, self.world_size, self.able, self.part_bytes)
         return replace(self, regions=(*regions, *(replace(r, is_done=True) for r in checks)))
 
 
@@ -203,17 +203,17 @@ def plan(
     part_bytes: int,
     source: object,
 ) -> Plan:
-    """Return the plan of making all `files`; `source` (JSON) stands for what they are made of."""
+    """Return the plan for all `files`; `source` (JSON) identifies their source."""
     files = tuple(files)
     identity = _digest({"version": 3, "source": source, "files": list(map(_content, files))})
     whole = Plan(
         files=files, world_size=world_size, able=able, part_bytes=part_bytes, identity=identity
     )
-    return whole.leaving(())
+    return whole.remaining(())
 
 
 def _content(file: OutFile) -> object:
-    # A header says names, dtypes, shapes and places; what it does not say is where from.
+    # Headers have names, dtypes, shapes and places, but not the values of the source.
     fixed = hashlib.sha256()
     for segment in file.segments:
         data = segment.data if isinstance(segment, Fixed) else repr(segment).encode()
@@ -237,7 +237,7 @@ def divide(
     """
     files = {at: size for at, size in files.items() if size}
     if not able.tokens_travel:
-        return _whole_files(files, world_size, able, part_bytes)
+        return whole_files(files, world_size, able, part_bytes)
     total_bytes = sum(files.values())
     # One rank alone needs no balance.
     share_bytes = total_bytes // (_PARTS_PER_RANK * world_size) if world_size > 1 else part_bytes
@@ -263,7 +263,7 @@ def divide(
 
 
 def length_of_parts(able: Capabilities, file_bytes: int, wanted: int) -> int:
-    """Return the length of all parts of a file but the last: about `wanted`, and lawful."""
+    """Return the length of all parts of a file but the last: about `wanted`, if it is allowed."""
     least = max(able.min_part_bytes, -(-file_bytes // (able.max_part_count or file_bytes or 1)))
     # None cuts an element. Network file systems lay files out in stripes of whole mebibytes.
     unit = math.lcm(able.part_multiple_bytes, able.part_alignment_bytes, ELEMENTS_BYTES)
@@ -272,7 +272,7 @@ def length_of_parts(able: Capabilities, file_bytes: int, wanted: int) -> int:
     return max(wanted - wanted % unit, least + -least % unit)
 
 
-def _whole_files(
+def whole_files(
     files: Mapping[int, int], world_size: int, able: Capabilities, part_bytes: int
 ) -> tuple[Region, ...]:
     """Return each file as a region: the largest first, each to the rank that has least (LPT)."""

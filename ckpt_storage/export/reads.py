@@ -1,7 +1,7 @@
-"""Where the bytes of output files come from, and reading them, verified, part by part.
+"""Reads the bytes of output files from their source, verified, part by part.
 
-Elements are placed by a handful of strided copies for each read, never row by row. torch is
-imported only to cast, and for what it alone reads.
+Elements are placed by a few strided copies for each read, never row by row. torch is imported only
+to cast, and for items that only torch can read.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
-from ckpt_storage.transfer.pacing import costs_for
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import costs_for
 
 from .plan import Elements, Fixed, OutFile, Segment, Stored
 
@@ -40,7 +40,7 @@ _OPAQUE_COPIES = 3
 class Piece(NamedTuple):
     """Elements `part` of one `chunk` of the source, all counted as in the tensor.
 
-    They go into a `box` whose elements lie in a row, from byte `start` of the output file on.
+    They belong into a `box` whose elements are contiguous, from byte `start` of the output file on.
     """
 
     segment: Elements | Stored
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class SegmentReader:
-    """Reads what output files are made of, in reads of `part_bytes` or a block; in any thread."""
+    """Reads the content of output files, in reads of `part_bytes` or a block; thread-safe."""
 
     def __init__(self, files: Sequence[OutFile], source: Source, ranges: RangeReader) -> None:
         self._files, self._source, self._ranges = files, source, ranges
@@ -65,9 +65,9 @@ class SegmentReader:
         self._loaded: tuple[ChunkPlace, Bits] | None = None
 
     def pieces(self, file: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield what makes up bytes [start, stop) of the file at a position, lazily.
+        """Yield the pieces of bytes [start, stop) of the file at a position, lazily.
 
-        With what is fixed it is every byte of the interval once. No end may be within an element.
+        Pieces and fixed bytes cover the interval exactly. No end may be within an element.
         """
         for segment, origin, first, last in self._segments(file, start, stop):
             if isinstance(segment, Fixed):
@@ -85,7 +85,7 @@ class SegmentReader:
                 at += box.volume * size
 
     def stored_range(self, file: int, start: int, stop: int) -> tuple[ChunkPlace, int] | None:
-        """Return the place that holds an interval in a row, as it is, and from which byte on."""
+        """Return the place that has an interval contiguously, and its first byte there; or None."""
         first: Piece | None = None
         begin, source_at, dest_at = 0, 0, start
         for piece in self.pieces(file, start, stop):
@@ -110,7 +110,7 @@ class SegmentReader:
         return (place, begin) if is_raw else None
 
     def prepare(self, file: int, start: int, stop: int) -> int:
-        """Fetch what tells where an interval comes from; return the length of the longest read."""
+        """Fetch the places of an interval; return the length of the longest read."""
         keys = {piece.key for piece in self.pieces(file, start, stop) if piece.segment.fqn}
         places = self._source.places(list(keys))
         # torch reads items of other kinds whole, in `_loaded_of`.
@@ -125,8 +125,7 @@ class SegmentReader:
         """Return where the chunk of a piece lies."""
         segment = piece.segment
         if isinstance(segment, Stored) and segment.path:
-            size = segment.size_bytes
-            return ChunkPlace(path=segment.path, fqn="", start=0, size_bytes=size, file_bytes=size)
+            return place_of_file(segment.path, segment.size_bytes)
         return self._source.places([piece.key])[0]
 
     def fill(self, file: int, start: int, stop: int, window: memoryview) -> int:
@@ -223,13 +222,13 @@ class SegmentReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CastRead(ArrayRead):
-    """A read of elements that are cast on their way."""
+    """A read of elements that are cast."""
 
     segment: Elements | Stored
 
     @property
     def memory(self) -> None:
-        """None: nothing goes there as it is stored."""
+        """None: no element is written as it is stored."""
 
     def fill(self, out: Bits, stored: Bits) -> None:
         """Cast elements, as torch does it."""
@@ -239,6 +238,11 @@ class _CastRead(ArrayRead):
         torch.from_numpy(out).view(getattr(torch, self.segment.dtype)).copy_(source)
 
 
+def place_of_file(path: str, size_bytes: int) -> ChunkPlace:
+    """Return the place of a whole stored file."""
+    return ChunkPlace(path=path, fqn="", start=0, size_bytes=size_bytes, file_bytes=size_bytes)
+
+
 def _index(box: Box) -> tuple[Any, ...]:
-    """Return what gives a view of a box, of an array without dimensions too."""
+    """Return the index of the view of a box, also for arrays without dimensions."""
     return (..., *map(slice, box.offsets, box.stops))

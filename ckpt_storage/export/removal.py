@@ -80,7 +80,7 @@ def _remove(store: Store, folder: str) -> list[str]:
                 log.info("%s: another run holds the export %s, which stays", store.url, folder)
                 return []
             if guard and not is_guarded:
-                # Readers must not take the files that are not deleted yet for a whole export.
+                # Readers must not load the files that are not deleted yet as a whole export.
                 store.replace(f"{folder}/{GUARD_NAME}", GUARD)
                 is_guarded = True
             store.delete([f"{folder}/{path}" for path in sorted(step)])

@@ -1,7 +1,7 @@
-"""Which values of a checkpoint go out, under which names, and what is left out and why.
+"""Which values of a checkpoint are exported, under which names, and why others are skipped.
 
-The default choice of `consolidate` follows how training scripts nest what they save. Where nothing
-is known of the nesting, only the first part of an FQN may name state to leave out.
+The default selection of `consolidate` follows how training scripts nest the state that they save.
+Where the nesting is not known, only the first part of an FQN may name state to skip.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WRAPPERS = ("module.", "_orig_mod.")
 """What `DistributedDataParallel` and `torch.compile` put before the names of a module."""
 
 _COMPILED = "_orig_mod."
-"""That of a part of a model that is compiled alone stands within names."""
+"""If only a submodule is compiled, this stands within names."""
 
 _RNG = re.compile(r"(cuda_)?rng(_states?)?", re.IGNORECASE)
 
@@ -52,7 +52,7 @@ _MODEL = re.compile(
 )
 """Keys under which training scripts, Lightning and DeepSpeed keep the model; in any letter case."""
 
-_APART: Mapping[Reason, re.Pattern[str]] = {
+_FOREIGN_STATE: Mapping[Reason, re.Pattern[str]] = {
     "optimizer": re.compile(r"opt(_state)?|optim(izer)?(s|_states?|_state_dict)?", re.IGNORECASE),
     "training state": re.compile(
         r"(cuda_)?rng_state|rng(_states)?|dataloader|(grad_)?scaler|(lr_)?schedulers?"
@@ -60,16 +60,16 @@ _APART: Mapping[Reason, re.Pattern[str]] = {
         re.IGNORECASE,
     ),
 }
-"""Keys of what is not the model's."""
+"""Keys of state that is not the model's."""
 
 _SHOWN_COUNT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class SkippedValue:
     """A value of the checkpoint that is in no weight file.
 
-    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
+    `because` is the reason as a sentence; for "tied" `target` is the FQN that is exported instead.
     `size_bytes` is None for a blob.
     """
 
@@ -82,9 +82,9 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """The values that a conversion takes over, and FQNs of those that it does not.
+    """The values that a conversion or a copy writes, and the FQNs of those that it omits.
 
-    `ties` maps alias to target. `dropped` maps what the format cannot hold to why.
+    `ties` maps alias to target. `dropped` maps FQNs that the format cannot hold to the reason.
     """
 
     tensors: Mapping[str, TensorRecord]
@@ -97,20 +97,23 @@ class Selected:
 def select(
     source: Source, include: Selection | None, exclude: Selection | None, *, to: str, drops: bool
 ) -> Selected:
-    """Return which values go over to a format; it `drops` or refuses what that cannot hold."""
+    """Return which values are written in a format; with `drops` those that it cannot hold are not.
+
+    Else these raise `InvalidInputError`.
+    """
     values = {*source.tensors, *source.blobs}
     chosen = values if include is None else matching(include, values, "include")
     if exclude is not None:
         chosen = chosen - matching(exclude, values, "exclude")
-    lacking: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     if to in {"safetensors", "dcp_safetensors"}:
-        lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
+        unsupported = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
             reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None
             if why := reserved or _no_safetensors(source.tensors[fqn]):
-                lacking[fqn] = why
-    if lacking and not drops:
-        shown = [f"{fqn} ({why})" for fqn, why in sorted(lacking.items())]
+                unsupported[fqn] = why
+    if unsupported and not drops:
+        shown = [f"{fqn} ({why})" for fqn, why in sorted(unsupported.items())]
         more = len(shown) - _SHOWN_COUNT
         raise InvalidInputError(
             f"{to} cannot hold {', '.join(shown[:_SHOWN_COUNT])}"
@@ -118,7 +121,7 @@ def select(
             next_step='Pass unsupported="drop" to leave them out, or name what you want with '
             "include= and exclude=.",
         )
-    names = chosen - lacking.keys()
+    names = chosen - unsupported.keys()
     if not names:
         raise InvalidInputError(
             "Nothing is left to convert.", next_step="Leave less out with exclude=."
@@ -128,7 +131,7 @@ def select(
         tensors={fqn: info for fqn, info in source.tensors.items() if fqn in names},
         blobs=sorted(source.blobs & names),
         ties={a: t for a, t in ties.items() if a in names and t in names},
-        dropped=lacking,
+        dropped=unsupported,
         excluded=frozenset(values - chosen),
     )
 
@@ -145,73 +148,73 @@ def _no_safetensors(info: TensorRecord) -> str | None:
 
 def choose_model(
     source: Source, options: ConsolidateOptions
-) -> tuple[list[Elements], tuple[Skipped, ...]]:
-    """Return what goes out, in natural order of names ("layers.2", "layers.10"), and what not.
+) -> tuple[list[Elements], tuple[SkippedValue, ...]]:
+    """Return the tensors to export, sorted by name ("layers.2", "layers.10"), and other values.
 
     Without `include`: level by level from the top of the nested state dict, containers of optimizer
-    and training state are left out by their key; if just one has the key of a model, only what lies
-    in it goes out; a lone container of any name at the top is looked into. Blobs never go out.
+    and training state are skipped by their key; if exactly one has the key of a model, only its
+    tensors are exported; a lone container of any name at the top is entered. Blobs are skipped.
 
-    Names without `rename`: where all chosen tensors lie in one container, its key is taken off,
-    and so are further ones known to hold models: {"model": hf.state_dict()} gives
-    "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
-    So are `WRAPPERS` before all names, and those of compiled parts anywhere.
-    The alias of a tie goes out in its own right while its target does not.
+    Names without `rename`: if all exported tensors lie in one container, its key is removed, and
+    so are further keys known to hold models: {"model": hf.state_dict()} gives "model.layers.0..."
+    for "model.model.layers.0..."; the names of hf.state_dict() itself do not change. `WRAPPERS`
+    before all names are removed, and those of compiled submodules anywhere. The alias of a tie is
+    exported itself if its target is not.
     """
     tensors, values = source.tensors, source.tensors.keys() | source.blobs
     files = {fqn for fqn, tensor in tensors.items() if is_file_entry(fqn, tensor)}
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
-    left: _Left = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
+    reasons: _Reasons = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
         per_rank = {fqn for fqn, path in paths.items() if any(map(_is_per_rank, path))}
-        left |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
-        left |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
+        reasons |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
+        reasons |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
     else:
         others = paths.keys() - matching(options.include, values, "include")
-        left |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
+        reasons |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
     if options.exclude is not None:
         for fqn in matching(options.exclude, values, "exclude"):
-            left.setdefault(fqn, ("excluded", "`exclude` names it"))
+            reasons.setdefault(fqn, ("excluded", "`exclude` names it"))
     for fqn in files:
-        left.setdefault(fqn, ("file", "it is a file beside the weights"))
-    going = sorted(tensors.keys() - left.keys())
-    if not going:
-        what = f"No tensor is left to export; {len(left)} values are left out."
+        reasons.setdefault(fqn, ("file", "it is a file beside the weights"))
+    exported = sorted(tensors.keys() - reasons.keys())
+    if not exported:
+        what = f"No tensor is left to export; {len(reasons)} values are left out."
         step = "Name what you want with include=, as FQNs or patterns."
         raise InvalidInputError(what, next_step=step)
-    stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in going])
-    stripped = "" if callable(options.rename) else _with_wrappers(stripped, going)
-    names = _names(going, stripped, options)
+    stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in exported])
+    stripped = "" if callable(options.rename) else _with_wrappers(stripped, exported)
+    names = _names(exported, stripped, options)
     tied: dict[str, str] = {}
     if options.tied != "keep":
         wanted = options.tied if isinstance(options.tied, Mapping) else {}
         roots = _all_ties(tensors, getattr(source, "ties", {}), wanted, stripped)
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
-        left |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
+        reasons |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
     skipped = tuple(
-        Skipped(
+        SkippedValue(
             fqn=fqn,
             reason=reason,
             because=because,
             size_bytes=elements_of(fqn, tensors[fqn]).size_bytes if fqn in tensors else None,
             target=tied.get(fqn),
         )
-        for fqn, (reason, because) in sorted(left.items())
+        for fqn, (reason, because) in sorted(reasons.items())
     )
-    picked: list[Elements] = []
+    elements: list[Elements] = []
     casts = _casts(names, options)
-    for fqn in (fqn for fqn in going if fqn not in tied):
-        if lacking := _no_safetensors(tensors[fqn]):
-            what = f"{fqn} has {lacking}, which safetensors does not hold."
+    for fqn in (fqn for fqn in exported if fqn not in tied):
+        if unsupported := _no_safetensors(tensors[fqn]):
+            what = f"{fqn} has {unsupported}, which safetensors does not hold."
             step = f"Leave it out with exclude=[{fqn!r}], or save it otherwise."
             raise InvalidInputError(what, next_step=step)
         dtype = casts.get(fqn, "") if tensors[fqn].dtype in CASTABLE else ""
-        picked.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
-    return sorted(picked, key=lambda part: (natural(part.name), part.name)), skipped
+        elements.append(elements_of(fqn, tensors[fqn], name=names[fqn], dtype=dtype))
+    return sorted(elements, key=lambda part: (natural(part.name), part.name)), skipped
 
 
 def dropped_prefixes(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Return what FQNs have before and within their names in weight files."""
+    """Return the prefixes that were removed from FQNs to make the names in weight files."""
     prefixes: set[str] = set()
     for fqn, name in pairs:
         plain = fqn.replace(_COMPILED, "")
@@ -221,7 +224,7 @@ def dropped_prefixes(pairs: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def is_file_entry(fqn: str, tensor: TensorRecord) -> bool:
-    """Return whether a tensor is the content of a file beside the weights."""
+    """Return whether a tensor holds the bytes of a file beside the weights."""
     is_bytes = tensor.dtype == "uint8" and len(tensor.shape) == 1
     return is_bytes and len(fqn) > len(FILES_PREFIX) and fqn.startswith(FILES_PREFIX)
 
@@ -243,7 +246,7 @@ def _casts(names: Mapping[str, str], options: ConsolidateOptions) -> dict[str, s
 
 
 def _with_wrappers(stripped: str, fqns: Sequence[str]) -> str:
-    """Return the prefix to take off, with those of wrappers that all names begin with."""
+    """Return the prefix to remove, extended by those of wrappers that all names begin with."""
     while True:
         for wrapper in WRAPPERS:
             if all(fqn.startswith(f"{stripped}{wrapper}") for fqn in fqns):
@@ -276,49 +279,49 @@ def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
     if len(path) > 1:
         return path
     head, dot, rest = fqn.partition(".")
-    return (head, rest) if dot and _apart(head) else (fqn,)
+    return (head, rest) if dot and _foreign_state(head) else (fqn,)
 
 
 def _is_per_rank(key: str | int) -> bool:
     return parse_per_rank_key(str(key)) is not None
 
 
-def _apart(key: str) -> Reason | None:
-    """Return what a container of that key holds apart from the model, None if nothing known."""
-    return next((reason for reason, keys in _APART.items() if keys.fullmatch(key)), None)
+def _foreign_state(key: str) -> Reason | None:
+    """Return which state a container of that key holds, None if it may hold the model."""
+    return next((reason for reason, keys in _FOREIGN_STATE.items() if keys.fullmatch(key)), None)
 
 
-_Left = dict[str, tuple[Reason, str]]
+_Reasons = dict[str, tuple[Reason, str]]
 
 
-def _outside(paths: Mapping[str, KeyPath]) -> _Left:
-    """Return which tensors lie outside the model."""
-    left: _Left = {}
+def _outside(paths: Mapping[str, KeyPath]) -> _Reasons:
+    """Return the tensors outside the model, with the reason to skip each."""
+    reasons: _Reasons = {}
     level, depth = sorted(paths), 0
     while True:
-        # Tensors themselves are not judged by their names: a module may have a parameter "scaler".
+        # Only containers are skipped by key: a module may have a parameter named "scaler".
         direct = [fqn for fqn in level if len(paths[fqn]) == depth + 1]
         if depth == 0 and (states := list(filter(_RNG.fullmatch, direct))):
             because = "it is the state of a random number generator"
-            left |= dict.fromkeys(states, ("training state", because))
-            direct = [fqn for fqn in direct if fqn not in left]
+            reasons |= dict.fromkeys(states, ("training state", because))
+            direct = [fqn for fqn in direct if fqn not in reasons]
         nested: dict[str, list[str]] = {}
         for fqn in level:
             key = str(paths[fqn][depth])
             if len(paths[fqn]) > depth + 1:
                 nested.setdefault(key, []).append(fqn)
         for key in list(nested):
-            if reason := _apart(key):
+            if reason := _foreign_state(key):
                 because = f"it lies in {key!r}, outside the model"
-                left |= dict.fromkeys(nested.pop(key), (reason, because))
+                reasons |= dict.fromkeys(nested.pop(key), (reason, because))
         models = [key for key in nested if _MODEL.fullmatch(key)]
         if not models and not direct and depth == 0:
             models = list(nested)
         if len(models) != 1:
-            return left
+            return reasons
         inside = nested.pop(models[0])
         because = f"it lies outside {models[0]!r}, which holds the model"
-        left |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
+        reasons |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
         level, depth = inside, depth + 1
 
 
@@ -368,8 +371,8 @@ def _all_ties(
 def check_ties(source: Source, ties: Mapping[str, str]) -> None:
     """Raise `InvalidInputError` if an alias is not what its target is.
 
-    Goes by the checksums of chunks, which tell only where both are cut alike; else the tie is taken
-    on trust. It costs rank manifests, so one rank does it for all.
+    Compares checksums of chunks if both tensors are cut alike; else the tie is not checked. Reads
+    rank manifests, so only one rank does it.
     """
     for alias, target in sorted(ties.items()):
         boxes = list(source.tensors[alias].boxes)

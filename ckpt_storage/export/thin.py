@@ -1,9 +1,9 @@
 """`thin`: a checkpoint drops values in place, by committing a smaller version of itself.
 
-The smaller version is a copy of a part: a save of its own in the same checkpoint, whose shard files
-are links to those of the save that it replaces, or copies that the storage makes. So the commit
-protocol has no new case: the next slot switches between the two, and what was replaced is freed.
-Only the freeing is stricter: of a save and the part that replaced it the save is not kept.
+The smaller version is a copy of a part: another save in the same checkpoint, whose shard files are
+links to those of the save that it replaces, or copies that the storage makes. The commit protocol
+has no new case: the next slot switches between the two, and the replaced save is freed. Only the
+freeing is stricter: the replaced save is not kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage import errors
-from ckpt_storage.commit import cleaning, deletion, publishing
-from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.commit import cleaning, deletion
+from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
-from ckpt_storage.source.model import CommittedSource, read_manifest
+from ckpt_storage.source.model import read_manifest
 from ckpt_storage.store import Location, redacted_url
 
 from .copy_base import CopySource, CopySpec
-from .copy_part import CopyOfPart, part_id, part_of
+from .copy_part import CopyOfPart, committed_version
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
 
@@ -36,10 +36,9 @@ log = logging.getLogger("ckpt_storage")
 class ThinReport:
     """What `thin` did; `url` is without credentials.
 
-    save_id: of what is there now. was_thin: there was nothing to drop.
-    dropped: the names that were dropped. freed_bytes: of shard files that are gone or will be;
-    kept_bytes: of those that are there. sent_bytes went through this process; copied_bytes were
-    linked, or copied by the storage itself.
+    save_id: of the checkpoint now. was_thin: there was nothing to drop.
+    dropped: the names that were dropped. freed_bytes: of deleted shard files; kept_bytes: of the
+    others. sent_bytes: sent by this process; copied_bytes: linked, or copied by the storage itself.
     """
 
     url: str
@@ -66,13 +65,14 @@ def thin(
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> ThinReport:
-    """Drop values of the checkpoint at `url`, and free what they take.
+    """Drop values of the checkpoint at `url`, and free their space.
 
-    Afterwards it holds the rest, as a save of its own; loads under way of the whole one raise
-    `CheckpointGoneError`. Of shard files of which all stays or all goes no byte is read: what stays
-    is linked on a file system, and copied by S3, Google Cloud Storage and Azure. Elsewhere what
-    stays is read and written. Cut anywhere, the checkpoint is the whole or the thin one; calling
-    again ends the work. One process calls it. Exports of the whole save stay, and are stale.
+    Afterwards it holds the other values, as another save; a load of the whole save that is still
+    running raises `CheckpointGoneError`. No byte is read of shard files of which all values stay:
+    they are linked on a file system, and S3, Google Cloud Storage and Azure copy them. Elsewhere,
+    and in other files, the values that stay are read and written. If it is interrupted, the
+    checkpoint is the whole or the thin one; call again to complete it. One process calls it.
+    Exports of the whole save stay, and are stale.
 
     Args:
         url: the checkpoint, one of ours.
@@ -117,17 +117,17 @@ def thin(
         )
 
     make_export = partial(_thinning, expected_save_id=expected_save_id)
-    report: object = run_together(None, "thin", what, Timeouts.of(timeout), job, make_export)
+    report: object = run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
     assert isinstance(report, ThinReport)  # noqa: S101  # as `_Thinning.report` makes it
     return report
 
 
 def _thinning(
-    context: ExportContext, found: SourceVersion | None, *, expected_save_id: str | None
+    context: ExportContext, version: SourceVersion | None, *, expected_save_id: str | None
 ) -> _Thinning:
     """Return the export of a thinning; the coordinator, the only rank, reads the commit log."""
-    if isinstance(found, CopySource):
-        return _Thinning(context, found)
+    if isinstance(version, CopySource):
+        return _Thinning(context, version)
     store, spec = context.target, context.spec
     slots = deletion.log_to_extend(store)
     head = slots.head
@@ -143,28 +143,13 @@ def _thinning(
             path=spec.source.url,
             next_step="Look at what is there now, and decide again.",
         )
-    publishing.check_newest(context.source, CommitLog.ending_with(head))
-    source = CommittedSource(
-        context.source, head, read_manifest(context.source, head), context.options
-    )
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
-    values = {*source.tensors, *source.blobs}
+    manifest = read_manifest(context.source, head)
+    values = {*manifest.tensors, *manifest.blobs}
     patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
-    context.spec = replace(spec, exclude=patterns or None)
-    chosen = part_of(source, context.spec)
-    save_id = head.save_id
-    if chosen is not None:
-        save_id = part_id(context, head.save_id, chosen, slots)
-    return _Thinning(
-        context,
-        CopySource(
-            record=head,
-            save_id=save_id,
-            was_there=chosen is None,
-            is_part=True,
-            target_log=slots,
-        ),
-    )
+    # Without any the checkpoint is thin already: the version is that of the target's head.
+    context.spec = spec = replace(spec, exclude=patterns or None)
+    return _Thinning(context, committed_version(context, spec, head, slots))
 
 
 def _patterns(spec: CopySpec) -> list[str]:
@@ -179,7 +164,7 @@ class _Thinning(CopyOfPart):
     """A copy of a part of a checkpoint into that checkpoint."""
 
     def part_record(self) -> dict[str, Any]:
-        """Return what the commit record says: also which values earlier thinnings dropped."""
+        """Return the `part` of the commit record, with the patterns of earlier thinnings."""
         head = self.source.record
         before = head.part if head.is_thinned else {}
         dropped = [*(before.get("exclude") or ()), *_patterns(self.spec)]
@@ -191,15 +176,15 @@ class _Thinning(CopyOfPart):
         }
 
     def publish(self, made: WriteSummary) -> None:
-        """Commit, and free the save that was replaced; or end what was cut before."""
+        """Commit, and free the save that was replaced, or that an interrupted call replaced."""
         super().publish(made)
-        if self.found.was_there:
+        if self.version.was_there:
             cleaning.free_leftovers(self.context.target, known=self.record)
 
     def report(self, made: WriteSummary, seconds: float) -> Any:  # noqa: ANN401  # see `thin`
-        """Say what was dropped."""
+        """Return the report of what was dropped."""
         before = sum(file.size_bytes for file, _ in self.source.manifest.files)
-        is_thin = self.found.was_there
+        is_thin = self.version.was_there
         kept_bytes = before if is_thin else self.total_bytes
         moved = made.moved
         return ThinReport(

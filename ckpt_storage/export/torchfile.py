@@ -7,20 +7,24 @@ import pickle
 import struct
 import zipfile
 import zlib
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, NamedTuple
 
 import torch
 from torch import _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
 
 from ckpt_storage import errors
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.crc import BlockHasher
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
@@ -33,12 +37,13 @@ _LOCAL = struct.Struct("<26x2H")
 _RESTORE = "Restore the file from a copy."
 _AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
 _Path = tuple[str | int, ...]
+_Crcs = dict[Key, "array[int]"]
 
 
 class _Record(NamedTuple):
     """A storage, of which tensors are views: bytes of the file with one checksum, if any.
 
-    `storage_bytes` are the first of them that the pickle says are the storage.
+    The storage, according to the pickle, are the first `storage_bytes` of them.
     """
 
     start: int
@@ -49,33 +54,59 @@ class _Record(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TorchFileSource(ForeignSource):
-    """What a `torch.save` file offers: tensors, which lie in `records`, and other `values`."""
+    """The values of a `torch.save` file: tensors, whose bytes are in `records`, and others.
+
+    `views` are the tensors of each record; `reopen` reads the directory of the file again.
+    """
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
-    records: dict[str, _Record] = field(default_factory=dict)
+    records: dict[Key, _Record] = field(default_factory=dict)
+    views: dict[_Record, list[Key]] = field(default_factory=dict)
+    reopen: Callable[[], TorchFileSource]
     _sound: set[_Record] = field(default_factory=set)
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where tensors lie; checks their records, each once, by torch's own checksums."""
-        places = [self.held[key] for key in keys if key in self.held]
-        for place in places:
-            record = self.records.get(place.fqn)
-            if record and record.crc32 is not None and record not in self._sound:
-                read_twice(self.store, place.path, partial(self._check, place, record))
-                self._sound.add(record)
-        return places
+        """Return the places of tensors; check each record once, by torch's own checksum.
 
-    def _check(self, place: ChunkPlace, record: _Record) -> None:
+        The places have checksums of blocks: later reads of parts of a record are checked by these.
+        """
+        for key in keys:
+            record = self.records.get(key)
+            if record and record.crc32 is not None and record not in self._sound:
+                checks = iter([self._check, self._check_anew])
+                path, check = self.held[key].path, partial(_call_next, checks, key)
+                for view, crcs in read_twice(self.store, path, check).items():
+                    place = self.held[view]
+                    self.held[view] = replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)
+                self._sound.add(self.records[key])
+        return [self.held[key] for key in keys if key in self.held]
+
+    def _check_anew(self, key: Key) -> _Crcs:
+        """Check the record of a tensor after reading again where in the file it is."""
+        fresh = self.reopen()
+        sound = {view: place for view, place in self.held.items() if place.crcs is not None}
+        self.held, self.records, self.views = fresh.held | sound, fresh.records, fresh.views
+        return self._check(key)
+
+    def _check(self, key: Key) -> _Crcs:
+        """Read the record of a tensor; return the CRC-32C of all blocks of the tensors in it."""
+        record = self.records[key]
+        hashers = {view: BlockHasher(DEFAULT_BLOCK_BYTES) for view in self.views[record]}
+        path, file_bytes, fqn = self.held[key].path, self.held[key].file_bytes, key[0]
         crc, end = 0, record.start + record.size_bytes
         window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
         for start in range(record.start, end, _WINDOW_BYTES):
-            view = window[: end - start]
-            self.store.read(place.path, [(start, view)], size_bytes=place.file_bytes)
-            crc = zlib.crc32(view, crc)
+            piece = window[: end - start]
+            self.store.read(path, [(start, piece)], size_bytes=file_bytes)
+            crc = zlib.crc32(piece, crc)
+            for place, hasher in ((self.held[view], hasher) for view, hasher in hashers.items()):
+                first = max(place.start - start, 0)
+                hasher.update(piece[first : max(place.start + place.size_bytes - start, first)])
         if crc != record.crc32:
-            what = f"the record at byte {record.start}, which holds {place.fqn},"
-            raise _damaged(place.path, what, record.start, place.fqn)
+            what = f"the record at byte {record.start}, which holds {fqn},"
+            raise _damaged(path, what, record.start, fqn)
+        return {view: hasher.finish() for view, hasher in hashers.items()}
 
     def pickled(self, fqn: str) -> bytes:
         """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
@@ -89,8 +120,12 @@ class TorchFileSource(ForeignSource):
         return buffer.getvalue()
 
 
+def _call_next(checks: Iterator[Callable[[Key], _Crcs]], key: Key) -> _Crcs:
+    return next(checks)(key)
+
+
 class _NoTensors(pickle.Pickler):
-    """Raises for a tensor and for a storage: what has no name is not read."""
+    """Raises for tensors and storages inside an object, which have no name to be read by."""
 
     def persistent_id(self, obj: object) -> None:
         if isinstance(obj, torch.Tensor | torch.TypedStorage | torch.UntypedStorage):
@@ -98,7 +133,7 @@ class _NoTensors(pickle.Pickler):
 
 
 def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
-    """Return the source that a `torch.save` file is; reads its directory, pickle and headers."""
+    """Open a `torch.save` file; reads its directory, its pickle and the headers of records."""
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
 
     def read() -> tuple[dict[str, Any], dict[str, _Path]]:
@@ -107,13 +142,23 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 
     flat, paths = read_twice(store, path, read)
     tensors: dict[str, TensorRecord] = {}
-    source = TorchFileSource(store=store, format="torch_save", tensors=tensors, planner_data=paths)
+    reopen = partial(open_torch_file, store, path, unsafe_pickle=unsafe_pickle)
+    source = TorchFileSource(
+        store=store, format="torch_save", tensors=tensors, planner_data=paths, reopen=reopen
+    )
     first: dict[tuple[object, ...], str] = {}
     for fqn, value in flat.items():
         if not isinstance(value, torch.Tensor):
             source.values[fqn] = value
             continue
+        if isinstance(value, DTensor):
+            what = f"holds {fqn} as a DTensor, of which it has the part of one rank"
+            step = "Load it on all ranks with the library that saved it, and save it anew; for "
+            step += "torch_checkpointing, convert_from_native of its integration does so."
+            raise _refused(shown, what, step)
         dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
+        whole, size = Box((0,) * len(shape), shape), value.nbytes
+        key = fqn, whole.offsets
         if value.numel():
             record: _Record | None = getattr(value.untyped_storage(), "record", None)
             if record is None:
@@ -121,13 +166,13 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             offset = int(value.storage_offset()) * value.element_size()
             if not 0 <= offset <= record.storage_bytes - value.nbytes:
                 raise _refused(shown, f"holds {fqn}, which reaches beyond its storage", _RESTORE)
-            source.records[fqn] = record
             start = record.start + offset
             target = first.setdefault((start, dtype, shape), fqn)
             source.ties |= {fqn: target} if target != fqn else {}
-        whole, size = Box((0,) * len(shape), shape), value.nbytes
+            source.records[key] = record
+            source.views.setdefault(record, []).append(key)
         tensors[fqn] = TensorRecord(dtype=dtype, shape=shape, boxes=[whole])
-        source.held[fqn, whole.offsets] = ChunkPlace(
+        source.held[key] = ChunkPlace(
             path=path, fqn=fqn, start=start, size_bytes=size, sizes=shape, file_bytes=file_bytes
         )
     source.blobs = frozenset(source.values)
@@ -137,7 +182,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 def _read_state(
     file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
 ) -> tuple[dict[str, Any], dict[str, _Path]]:
-    """Return values by FQN, and the way to each in the nested state dict."""
+    """Return values by FQN, and the path of each in the nested state dict."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
@@ -233,7 +278,7 @@ def _read_records(
 
 
 def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return what was saved; storages have no memory, but a `record` of where they lie."""
+    """Return the saved object; its storages have no memory, but a `record` of their bytes."""
     infos, small, directory = _read_records(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)

@@ -39,12 +39,12 @@ class TorchFile(Conversion):
     """One file that is written as a stream, visible only complete; tied tensors share a storage."""
 
     def lay_out(self) -> Files:
-        """Return nothing: checksums come last, and `publish` writes it all."""
+        """Return no file: `publish` writes the whole file, whose checksums follow its bytes."""
         self.stream_bytes = self.tensor_bytes
         return ()
 
-    def take(self) -> ResumeState:
-        """Refuse a name that is taken."""
+    def claim(self) -> ResumeState:
+        """Refuse a name that exists."""
         name, url = self.spec.target_file, self.spec.target_url
         if not name:
             raise errors.InvalidInputError(
@@ -83,7 +83,7 @@ class TorchFile(Conversion):
             writer.write(view)
             return view.nbytes
 
-        # It goes forward only, so checksums follow the bytes.
+        # The stream cannot seek, so checksums follow the bytes.
         archive: Any = zipfile.ZipFile(SimpleNamespace(write=write, flush=bool), "w")
         try:
             _append(archive, "data.pkl", [main.getvalue()])
@@ -133,7 +133,7 @@ class TorchFile(Conversion):
 def _reading(
     context: ExportContext, source: Source, segments: Sequence[Elements | Stored]
 ) -> Callable[[str], Iterator[memoryview]]:
-    """Return what yields an FQN's bytes; they are asked for in order, and read in windows."""
+    """Return a function that yields an FQN's bytes, read in windows; FQNs must come in order."""
     # Each begins where an element of any dtype may, so that no window cuts one.
     gaps = [Fixed(b"\0" * (-part.size_bytes % ELEMENTS_BYTES)) for part in segments]
     parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
@@ -167,7 +167,7 @@ def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryv
     assert stream is not None  # noqa: S101  # it is open
     # The header, the name, the length in 64 bits, and the head of the padding.
     padding = -(stream.tell() + 30 + len(info.filename) + 20 + 4) % _ALIGN_BYTES
-    # The id is torch's own choice; nobody reads it.
+    # The id is the one that torch writes; no reader needs it.
     info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=True) as file:
         for view in views:
@@ -177,14 +177,14 @@ def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryv
 def _untouched(chosen: Selected) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
     """Return tensors in memory that is never touched, and whose each storage is; ties share.
 
-    All lie at one address: what is reserved is as long as the largest.
+    All have one address; the reserved memory is as long as the largest.
     """
     sizes = {fqn: elements_of(fqn, info).size_bytes for fqn, info in chosen.tensors.items()}
     length = max(sizes.values(), default=0) + 1
     pool = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     whole: dict[str, torch.Tensor] = {}
     with warnings.catch_warnings():
-        # That nothing can be written there is why it takes no memory.
+        # Torch warns that it is not writable; therefore it takes no memory.
         warnings.simplefilter("ignore")
         for fqn in {chosen.ties.get(fqn, fqn): None for fqn in sizes}:
             whole[fqn] = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -206,7 +206,7 @@ class _Pickler(pickle.Pickler):
         self.stored: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
-        """Return what stands for a storage."""
+        """Return the persistent id of a storage."""
         if isinstance(obj, torch.storage.TypedStorage):
             typed: Any = obj
             data, name, count = typed._untyped_storage, typed._pickle_storage_type(), typed._size()  # noqa: SLF001
@@ -219,7 +219,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
-    """Return the nested state dict; lists of which a part was dropped would shift, so refuse.
+    """Return the nested state dict; refuse lists without some of their items, which would shift.
 
     A list is made as long as its highest index, so one number could take all memory.
     """

@@ -1,7 +1,7 @@
 """Making the files of a plan on one rank: many parts at a time, streamed or copied, then names.
 
-A thread does one part at a time: it reads, checks, places and sends. A part that lies in one run of
-stored bytes a storage copies by itself, where it can; the checksum that it reports is held against
+A thread makes one part at a time: it reads, checks, places and sends. A part that is contiguous in
+a stored file is copied by the storage, if it can; the checksum that it reports is compared with
 those of the checkpoint. If it reports none, the source is read.
 """
 
@@ -27,7 +27,7 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 from ckpt_storage.format.crc import combine_many, crc32c_of
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import DAMAGED, FileRef
 from ckpt_storage.format.exports import Sealed
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.source.model import explained
@@ -35,23 +35,24 @@ from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.backend import PartCopy
 from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
+from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.pacing import BUDGET
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary
-from .plan import OutFile, Region
-from .reads import SegmentReader
+from .plan import OutFile, Region, Stored, whole_files
+from .reads import SegmentReader, place_of_file
 
 log = logging.getLogger("ckpt_storage")
 
-_WORD_S = 3.0
-"""How long a rank whose shared upload was discarded waits to hear the reason."""
+_REASON_S = 3.0
+"""How long a rank whose shared upload was discarded waits for the coordinator's error."""
 
 
 def joined(spans: Iterable[Span]) -> Span:
-    """Return spans that lie side by side, in any order, as one."""
+    """Return adjacent spans, in any order, as one."""
     starts, lengths, crcs = zip(*sorted(spans), strict=True)
     if len(starts) == 1:
         return starts[0], lengths[0], crcs[0]
@@ -60,7 +61,7 @@ def joined(spans: Iterable[Span]) -> Span:
 
 @dataclass
 class _RegionState:
-    """One region on its way; `spans` are what was written of it."""
+    """One region that is being written; `spans` are the bytes that were."""
 
     region: Region
     file: OutFile
@@ -70,26 +71,28 @@ class _RegionState:
 
 
 class FileWriter:
-    """One rank at work on the files of `export.plan`, of which `taken` are done or sealed.
+    """Makes the files of `export.plan` on one rank; `resume` are those that need not be written.
 
     A rank that writes a file alone seals it. The coordinator completes files of several ranks, and
     files that get their names together, once all ranks have reported and the source is unchanged.
     After a failure a thread that hangs may still fill a buffer.
     """
 
-    def __init__(self, operation: Operation, export: Export[Any], taken: ResumeState) -> None:
+    def __init__(self, operation: Operation, export: Export[Any], resume: ResumeState) -> None:
         context, able = export.context, export.context.target.capabilities
-        self._operation, self._export, self._taken = operation, export, taken
+        self._operation, self._export, self._resume = operation, export, resume
         self._context, self._plan, self._able = context, export.plan, able
         self._is_together = export.is_together and able.tokens_travel and able.lists_uploads
         self._copies = False
-        # Those under way, by file; and the tokens of those that several ranks share.
+        # Open uploads by file, and the tokens of those that several ranks share.
         self._uploads: dict[int, Upload] = {}
-        self._tokens: Mapping[int, str] = {}
+        self._tokens: dict[int, str] = {}
         self._result = Result()
         self._has_failed = False
         self._lock, self._copy_lock = threading.Lock(), threading.Lock()
         self._free: list[memoryview] = []
+        # Files whose bytes had another checksum than their source has.
+        self._mismatches: list[tuple[Region, IntegrityError]] = []
         # Parallelism is ours: each thread reads for its own part.
         alone = replace(context.options, thread_count=1)
         ranges = RangeReader(context.source, alone, pacer=context.source_pace)
@@ -111,15 +114,15 @@ class FileWriter:
             self._abort(error)
             raise
         written = {at for result in results for at in result.spans}
-        kept = frozenset({*self._taken.done, *self._taken.sealed} - written)
+        kept = frozenset({*self._resume.done, *self._resume.sealed} - written)
         timings = [result.timing for result in results if result.timing is not None]
         stats = self._operation.stats_of(timings) if timings else None
         return WriteSummary(files=files, results=results, kept=kept, stats=stats)
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CheckpointError):
-            # Others must hear why their parts are refused.
-            self._context.deadline.watch.failed(error)
+            # Other ranks report this error, not that their parts are refused.
+            self._context.deadline.monitor.failed(error)
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
@@ -127,8 +130,8 @@ class FileWriter:
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
     def _fill(self) -> None:
-        """Check and write what is this rank's."""
-        plan, context, taken = self._plan, self._context, self._taken
+        """Check and write the regions of this rank."""
+        plan, context, resume = self._plan, self._context, self._resume
         is_first = self._operation.is_coordinator
         counts = Counter(region.file for region in plan.regions)
         if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
@@ -138,33 +141,57 @@ class FileWriter:
                     at: context.target.upload(n, copies=True) for at, n in names.items()
                 }
                 begin = [upload.token for upload in self._uploads.values()]
-                tokens = context.at_once("begin uploads", begin)
+                tokens = context.run_parallel("begin uploads", begin)
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
         own = plan.regions_of(self._operation.rank)
         regions = [r for r in own if not r.is_done]
         looks = [
-            partial(self._check, r, taken.done[r.file], regions)
-            if r.file in taken.done
-            else partial(self._copy_whole, r, taken.whole[r.file], regions)
+            partial(self._check, r, resume.done[r.file], regions)
+            if r.file in resume.done
+            else partial(self._copy_whole, r, resume.whole[r.file], regions)
             for r in own
             if r.is_done
         ]
-        context.at_once("check and copy files", looks)
+        context.run_parallel("check and copy files", looks)
         if is_first:
             for at, file in enumerate(plan.files):
-                if not file.size_bytes and at not in taken.done:
+                if not file.size_bytes and at not in resume.done:
                     context.target.put(file.name, b"")
                     self._seal(at, Sealed(file=self._reference(at, 0)))
-            for sealed in taken.sealed.values():
+            for sealed in resume.sealed.values():
                 self._export.on_bytes(sealed.file.size_bytes)
         try:
             if regions:
                 self._write(regions)
+            self._make_again()
         except StorageError as error:
             if error.kind == "not-found" and self._tokens:
-                # The coordinator discarded the upload: it is about to say why.
-                context.deadline.sleep(_WORD_S)
+                # The coordinator discarded the upload, and is about to report why.
+                context.deadline.sleep(_REASON_S)
             raise
+
+    def _make_again(self) -> None:
+        """Make files that got a wrong checksum once more, out of second reads of the source.
+
+        Raises `IntegrityError` if a checksum is wrong again: the source is damaged.
+        """
+        mismatches, self._mismatches = self._mismatches, []
+        for region, mismatch in mismatches:
+            self._uploads.pop(region.file).abort()
+            self._result.spans.pop(region.file, None)
+            make = partial(self._raise_or_write, region, [mismatch])
+            read_twice(self._context.source, mismatch.path or "", make)
+
+    def _raise_or_write(self, region: Region, mismatches: list[IntegrityError]) -> None:
+        """Raise the mismatch of the first read; without one write a file, and raise if it is wrong.
+
+        The storage copies none of it: it may have copied wrongly.
+        """
+        if not mismatches:
+            self._write([region], copies=False)
+            mismatches = [mismatch for _, mismatch in self._mismatches]
+        if mismatches:
+            raise mismatches.pop()
 
     def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
         """Read a complete file back; add it to the damaged ones unless it is sound."""
@@ -176,7 +203,10 @@ class FileWriter:
         self._export.on_bytes(file.size_bytes)
 
     def _copy_whole(self, whole: Region, path: str, refused: list[Region]) -> None:
-        """Have the storage make a file that equals a stored one; add it to those it refuses."""
+        """Have the storage make a file that equals a stored one.
+
+        Add it to the refused ones if the storage refuses, or reports another checksum.
+        """
         context, file = self._context, self._plan.files[whole.file]
         source, crc32c = context.source.copy_source(path), None
         try:
@@ -187,15 +217,20 @@ class FileWriter:
             if error.kind in COPY_REFUSALS:
                 refused.append(whole)
                 return
-            place = _place_of(path, file)
+            place = place_of_file(path, file.size_bytes)
             if error.kind == "not-found":
                 # The error is about the target; the stored file may be what is missing.
                 missing = self._export.source.explain_missing(place)
                 if isinstance(missing, CheckpointGoneError):
                     raise missing from error
             raise explained(error, [place], self._export.source) from error
-        # Without a report only the length was checked.
-        crc32c = file.crc32c if crc32c is None else crc32c
+        if crc32c is None and not self._able.copies_with_checksum:
+            # Only the length was checked.
+            crc32c = file.crc32c
+        if crc32c != file.crc32c:
+            # Another checksum, or none by an emulator: the bytes are read, checked and sent.
+            refused.append(whole)
+            return
         sealed = Sealed(file=self._reference(whole.file, crc32c or 0))
         with self._lock:
             self._result.moved.update(copied_bytes=file.size_bytes)
@@ -207,10 +242,13 @@ class FileWriter:
         ranges = RangeReader(context.target, context.options, pacer=context.target_pace)
         return has_checksum(ranges, file)
 
-    def _write(self, regions: Iterable[Region]) -> None:
-        """Write all parts side by side; in order where the storage wants that of a file."""
+    def _write(self, regions: Iterable[Region], *, copies: bool = True) -> None:
+        """Write all parts side by side; in order where the storage wants that of a file.
+
+        With `copies` the storage copies the parts that it can.
+        """
         context = self._context
-        self._copies = context.can_copy
+        self._copies = copies and context.can_copy
         with Workers(
             context.options.thread_count,
             name=f"export to {self._plan.files[0].name}",
@@ -228,7 +266,7 @@ class FileWriter:
                 raise
 
     def _submit(self, workers: Workers, region: Region) -> None:
-        """Hand the parts of a region over, as fast as there are threads and memory."""
+        """Submit the parts of a region, as threads and memory become free."""
         context, limit_bytes = self._context, self._context.options.memory_limit_bytes
         read_bytes = self._reader.prepare(region.file, region.start, region.stop)
         file = self._plan.files[region.file]
@@ -248,7 +286,7 @@ class FileWriter:
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
-            workers.wait_for_place()
+            workers.wait_for_slot()
             BUDGET.acquire(each, limit_bytes=limit_bytes, deadline=context.deadline)
             workers.submit(partial(self._do, job, some), ended=partial(BUDGET.release, each))
 
@@ -269,7 +307,7 @@ class FileWriter:
         deadline.check(f"Writing {job.file.name}")
         if not (self._copies and self._copied(job, start, stop)):
             self._streamed(job, start, stop)
-        deadline.watch.advanced(stop - start)
+        deadline.monitor.advanced(stop - start)
         self._export.on_bytes(stop - start)
         with self._lock:
             job.left_bytes -= stop - start
@@ -297,7 +335,8 @@ class FileWriter:
             for first, last in itertools.pairwise((start, *inner, stop))
         ]
         number, is_last = start // region.part_bytes, stop == region.file_bytes
-        job.upload.write_part(number, start, [window], last=is_last)
+        crc32c = joined(spans)[2]
+        job.upload.write_part(number, start, [window], last=is_last, crc32c=crc32c)
         self._context.target_pace.succeeded()
         with self._lock:
             self._free.append(whole)
@@ -305,7 +344,7 @@ class FileWriter:
             self._result.moved.update(read_bytes=read_bytes, sent_bytes=size_bytes)
 
     def _copied(self, job: _RegionState, start: int, stop: int) -> bool:
-        """Have the storage copy a part that lies in one run of stored bytes; return whether."""
+        """Have the storage copy a part that is contiguous in a stored file; return if it did."""
         context, reader, able, length = self._context, self._reader, self._able, stop - start
         is_short = length < (able.copy_min_bytes or 0) and stop != job.region.file_bytes
         if job.file.edges or is_short or length > (able.copy_max_bytes or length):
@@ -363,15 +402,20 @@ class FileWriter:
         return self._uploads[at]
 
     def _end(self, job: _RegionState, crc32c: int) -> None:
-        """Take over a region that was written; seal its file if nobody else writes it."""
+        """Record a region that was written; complete its file if no other rank writes it."""
         at, upload = job.region.file, job.upload
         if at not in self._tokens:
-            file = self._reference(at, crc32c)
+            try:
+                file = self._reference(at, crc32c)
+            except IntegrityError as mismatch:
+                self._mismatches.append((job.region, mismatch))
+                return
             if self._is_together:
                 parts = [part.to_json() for part in upload.receipts()]
                 token, write_id = upload.token(), upload.write_id
                 self._seal(at, Sealed(file=file, token=token, write_id=write_id, parts=parts))
             else:
+                self._export.check_held()
                 upload.complete(file.size_bytes)
                 self._seal(at, Sealed(file=file))
         elif self._operation.is_coordinator:
@@ -382,13 +426,22 @@ class FileWriter:
 
     def _finish(self, results: Sequence[Result]) -> dict[int, FileRef]:
         """Give names to all files that have none, side by side; return all; coordinator only."""
-        sealed = dict(self._taken.sealed)
+        sealed = dict(self._resume.sealed)
         for result in results:
             sealed |= result.sealed
-        for at in self._tokens:
+        for at in list(self._tokens):
             parts = [part.to_json() for result in results for part in result.receipts.get(at, ())]
             crc32c = joined(span for result in results for span in result.spans.get(at, ()))[2]
-            sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
+            try:
+                sealed[at] = Sealed(file=self._reference(at, crc32c), parts=parts)
+            except IntegrityError as mismatch:
+                # This rank makes the file alone.
+                del self._tokens[at]
+                sizes = {at: self._plan.files[at].size_bytes}
+                (region,) = whole_files(sizes, 1, self._able, self._plan.part_bytes)
+                self._mismatches.append((region, mismatch))
+        self._make_again()
+        sealed |= self._result.sealed
         self._export.check_unchanged()
         self._export.check_held()
         self._export.prepare_names()
@@ -399,39 +452,29 @@ class FileWriter:
             upload.complete(file.size_bytes, receipts=[*map(UploadPart.from_json, seal.parts)])
             if own:
                 self._seal(at, Sealed(file=file))
-            elif at in self._taken.sealed and not self._is_sound(file):
+            elif at in self._resume.sealed and not self._is_sound(file):
                 what = f"{file.path}, which an earlier run had written, is damaged."
                 step = "Call it again: the file is made anew then."
                 raise IntegrityError(what, path=file.path, offset=0, next_step=step)
 
         nameless = {at: seal for at, seal in sealed.items() if seal.token or at in self._tokens}
         jobs = [partial(name, *item) for item in nameless.items()]
-        self._context.at_once("complete files", jobs)
+        self._context.run_parallel("complete files", jobs)
         return {at: seal.file for at, seal in sealed.items()}
 
     def _reference(self, at: int, crc32c: int) -> FileRef:
         """Return what a file is; raise if it has to have another checksum."""
         file = self._plan.files[at]
         if file.crc32c not in {None, crc32c}:
-            raise IntegrityError(
-                f"{file.name} has other bytes than the checkpoint says: the source is damaged, or "
-                "was copied wrongly.",
-                path=file.name,
-                offset=0,
-                next_step="Run ckpt_storage.verify on the source. If it is sound, copy again with "
-                "copies='never'; else restore the file.",
-            )
+            path = next(part.path for part in file.segments if isinstance(part, Stored))
+            what = f"{path} is damaged: it does not have the checksum of its writer."
+            raise IntegrityError(what, path=path, offset=0, next_step=DAMAGED)
         return FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
 
     def _seal(self, at: int, sealed: Sealed) -> None:
         self._export.seal(at + 1, sealed)
         self._result.sealed[at] = sealed
-        self._context.deadline.watch.advanced(file_count=1)
-
-
-def _place_of(path: str, file: OutFile) -> ChunkPlace:
-    size = file.size_bytes
-    return ChunkPlace(path=path, fqn="", start=0, size_bytes=size, file_bytes=size)
+        self._context.deadline.monitor.advanced(file_count=1)
 
 
 def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
@@ -441,5 +484,5 @@ def _wrong_copy(shown: str, copy: PartCopy, place: ChunkPlace) -> StorageError:
         path=place.path,
         rank=place.rank,
         retryable=True,
-        next_step="Try again; if it happens again, report it to who runs the storage.",
+        next_step="Try again; if it happens again, report it to the operator of the storage.",
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
 from crc32c import crc32c as _crc32c
@@ -31,6 +31,11 @@ def crc32c_of(data: Buffer, crc: int = 0) -> int:
     return _crc32c(data, crc, memoryview(data).nbytes > _KEEP_LOCK_BYTES)
 
 
+def crc32c_of_all(views: Sequence[memoryview]) -> int:
+    """Return the CRC-32C of consecutive views."""
+    return reduce(lambda crc, view: crc32c_of(view, crc), views, 0)
+
+
 def first_wrong_block(
     view: memoryview, block_bytes: int, crcs: Sequence[int], first_block: int
 ) -> int | None:
@@ -50,32 +55,55 @@ class BlockHasher:
     """CRC-32C of each block of a payload that arrives in pieces of any length.
 
     Blocks are counted from the start of the payload; the last may be shorter, and an empty
-    payload has none. Nothing is copied. Not safe to share between threads.
+    payload has none. Nothing is copied. Not safe to share between threads. `also` gets each piece,
+    a block at most, while it is in the processor's cache.
     """
 
-    __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes")
+    __slots__ = ("_also", "_block_bytes", "_crc", "_crcs", "_filled_bytes")
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(
+        self, block_bytes: int, also: Callable[[memoryview], object] | None = None
+    ) -> None:
+        self._also = also
         self._block_bytes = block_bytes
         self._crcs: array[int] = array("I")
         self._crc = self._filled_bytes = 0
 
-    def update(self, data: Buffer) -> None:
-        """Append a C-contiguous buffer of any element type to the payload."""
+    def update(self, data: Buffer) -> int:
+        """Append a C-contiguous buffer of any element type to the payload; return its CRC-32C.
+
+        Each byte is hashed once: the result is combined from those of the blocks.
+        """
         view = memoryview(data)
         if not view.nbytes:
             # A view with a zero in its shape cannot be cast.
-            return
+            return 0
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
-        while view:
-            piece = view[: self._block_bytes - self._filled_bytes]
-            self._crc = crc32c_of(piece, self._crc)
-            self._filled_bytes += len(piece)
-            if self._filled_bytes == self._block_bytes:
+        size = self._block_bytes
+        # The end of a block that an earlier buffer began.
+        head_bytes = min(-self._filled_bytes % size, len(view))
+        head = crc32c_of(view[:head_bytes])
+        if head_bytes:
+            self._crc = combine(self._crc, head, head_bytes)
+            self._filled_bytes += head_bytes
+            if self._filled_bytes == size:
                 self._crcs.append(self._crc)
                 self._crc = self._filled_bytes = 0
-            view = view[len(piece) :]
+        if head_bytes and self._also is not None:
+            self._also(view[:head_bytes])
+        rest_bytes, mode = len(view) - head_bytes, size > _KEEP_LOCK_BYTES
+        crcs = []
+        for at in range(head_bytes, len(view), size):
+            block = view[at : at + size]
+            crcs.append(_crc32c(block, 0, mode))
+            if self._also is not None:
+                self._also(block)
+        rest = combine_blocks(crcs, size, rest_bytes)
+        if rest_bytes % size:
+            self._crc, self._filled_bytes = crcs.pop(), rest_bytes % size
+        self._crcs.extend(crcs)
+        return combine(head, rest, rest_bytes) if head_bytes else rest
 
     def finish(self) -> array[int]:
         """Return the checksums of all blocks (type code "I"), and begin a new payload."""
@@ -92,7 +120,7 @@ def combine(crc_a: int, crc_b: int, length_b: int) -> int:
 
     As `crc32_combine` of zlib (Mark Adler): that of A times x^(8 length_b), plus that of B.
     """
-    return _multiply(_power(length_b), crc_a) ^ crc_b
+    return _multiply(_power(length_b), crc_a) ^ crc_b if crc_a else crc_b
 
 
 def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:

@@ -167,7 +167,7 @@ class FileRef:
 
 def pack_crcs(crcs: Sequence[int]) -> str:
     """Return checksums as packed CRCs: base64 of little-endian 32-bit words."""
-    return _base64(np.asarray(crcs, dtype="<u4").tobytes())
+    return pack_bytes(np.asarray(crcs, dtype="<u4").tobytes())
 
 
 def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
@@ -179,7 +179,7 @@ def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
     # Differences of far numbers wrap around, and sums of them wrap back.
     differences = np.diff(column, prepend=np.int64(0)).astype("<i8")
     packed = zlib.compress(differences.tobytes(), _LEVEL)
-    return {"count": len(column), "zlib": _base64(packed)}
+    return {"count": len(column), "zlib": pack_bytes(packed)}
 
 
 def pack_names(names: Sequence[str]) -> list[str] | dict[str, Any]:
@@ -198,10 +198,11 @@ def pack_names(names: Sequence[str]) -> list[str] | dict[str, Any]:
     if sum(map(len, names)) <= _PLAIN_CHARS:
         return list(names)
     text = json.dumps(list(names), ensure_ascii=False, separators=(",", ":")).encode()
-    return {"count": len(names), "bytes": len(text), "zlib": _base64(zlib.compress(text, 6))}
+    return {"count": len(names), "bytes": len(text), "zlib": pack_bytes(zlib.compress(text, 6))}
 
 
-def _base64(data: bytes) -> str:
+def pack_bytes(data: bytes) -> str:
+    """Return bytes as base64."""
     return base64.b64encode(data).decode("ascii")
 
 
@@ -321,13 +322,18 @@ class Fields:
 
     def crcs(self, key: str, count: int) -> array[int]:
         """Return `count` packed checksums (type code "I")."""
+        data = self.packed(key, 4 * count)
+        return array("I", np.frombuffer(data, dtype="<u4").astype(np.uint32).tobytes())
+
+    def packed(self, key: str, size_bytes: int) -> bytes:
+        """Return `size_bytes` that are spelt in base64."""
         try:
             data = binascii.a2b_base64(self.value(key, str), strict_mode=True)
         except ValueError:
             data = b"?"
-        if len(data) != 4 * count:
-            self.fail(f"holds packed checksums in {key!r} that are not the {count} they should be")
-        return array("I", np.frombuffer(data, dtype="<u4").astype(np.uint32).tobytes())
+        if len(data) != size_bytes:
+            self.fail(f"holds packed checksums in {key!r} that are not {size_bytes} bytes")
+        return data
 
     def column(
         self, key: str, *, count: int | None = None, least: int = 0, below: int = 1 << 63

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from .documents import (
     Fields,
     FileRef,
     format_of,
+    pack_bytes,
     pack_column,
     pack_crcs,
     pack_names,
@@ -37,6 +38,11 @@ _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 
 COLUMNS = ("fqn", "dtype", "box", *_POSITIONS)
 """The columns of a `ShardFile`."""
+
+HASH_BYTES = 16
+"""The length of an XXH3-128."""
+
+NO_HASH = bytes(HASH_BYTES)
 
 
 class Vocabulary:
@@ -63,6 +69,11 @@ class ShardFile:
     `fqn`, `dtype` and `box` are positions in the lists of the manifest; of a blob the last two are
     -1. Positions are bytes from the start of the file. `block_crcs` holds the blocks of all
     payloads one after another; `frame_crcs` has one entry more than there are items.
+
+    For saves that use this one as their base: `hashes` has the XXH3-128 of each payload, `NO_HASH`
+    for one that was not hashed, or is empty. `age` is how many saves before this one had the same
+    file, None for a file that is not expected to stay. `moving` are the items that changed after
+    they were expected to stay.
     """
 
     path: str
@@ -78,6 +89,13 @@ class ShardFile:
     payload_bytes: Sequence[int]
     block_crcs: Sequence[int]
     frame_crcs: Sequence[int]
+    hashes: bytes = b""
+    age: int | None = None
+    moving: Sequence[int] = ()
+
+    def hash_of(self, item: int) -> bytes:
+        """Return the hash of the payload of an item, `NO_HASH` if there is none."""
+        return self.hashes[item * HASH_BYTES : (item + 1) * HASH_BYTES] or NO_HASH
 
     def block_starts(self) -> list[int]:
         """Return, per item, the position of its first block in `block_crcs`, and the end."""
@@ -115,7 +133,8 @@ class RankManifest:
     """What one rank wrote; its files refer to `fqns`, `dtypes` and `boxes`.
 
     `ties` maps alias to target: what this rank wrote of both was the same memory. `unsafe` maps
-    names of blobs that only pickle can hold to what the pickle names.
+    names of blobs that only pickle can hold to what the pickle names. `unlinked_count` is how many
+    saves in a row, this one included, were to reuse files and could reuse none on this rank.
     """
 
     save_id: str
@@ -129,11 +148,26 @@ class RankManifest:
     unsafe: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
+    unlinked_count: int = 0
 
     def box_of(self, file: ShardFile, item: int) -> Box | None:
         """Return the chunk that is an item of a file, None for a blob."""
         at = file.box[item]
         return None if at < 0 else self.boxes[at]
+
+    def renumbered(self, file: ShardFile, known: Vocabulary, path: str) -> ShardFile:
+        """Return a file of this manifest as that of another one has it, at `path`.
+
+        Adds names, dtypes and boxes of the items to `known`.
+        """
+        rows = [
+            known.numbers(
+                self.fqns[fqn], None if dtype < 0 else self.dtypes[dtype], self.box_of(file, item)
+            )
+            for item, (fqn, dtype) in enumerate(zip(file.fqn, file.dtype, strict=True))
+        ]
+        fqn, dtype, box = map(list, zip(*rows, strict=True))
+        return replace(file, path=path, fqn=fqn, dtype=dtype, box=box)
 
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body."""
@@ -155,10 +189,15 @@ class RankManifest:
                     "items": {key: pack_column(getattr(file, key)) for key in COLUMNS},
                     "block_crcs": pack_crcs(file.block_crcs),
                     "frame_crcs": pack_crcs(file.frame_crcs),
+                    **({"hashes": pack_bytes(file.hashes)} if file.hashes else {}),
+                    **({} if file.age is None else {"age": file.age}),
+                    **({"moving": pack_column(file.moving)} if file.moving else {}),
                 }
                 for file in self.files
             ],
         }
+        if self.unlinked_count:
+            body["unlinked_count"] = self.unlinked_count
         return body | {
             key: dict(said) for key in ("ties", "unsafe") if (said := getattr(self, key))
         }
@@ -192,6 +231,7 @@ class RankManifest:
             ],
             ties=ties_of(get, fqns),
             unsafe=_unsafe_of(get, fqns),
+            unlinked_count=get.count("unlinked_count", 0),
         )
 
 
@@ -324,4 +364,7 @@ def _file_of(
         **dict(zip(COLUMNS, columns, strict=True)),
         block_crcs=get.crcs("block_crcs", int((-(-positions[3] // block_bytes)).sum())),
         frame_crcs=get.crcs("frame_crcs", count + 1),
+        hashes=get.packed("hashes", count * HASH_BYTES) if "hashes" in get else b"",
+        age=get.count("age") if "age" in get else None,
+        moving=get.column("moving", below=count).tolist() if "moving" in get else (),
     )

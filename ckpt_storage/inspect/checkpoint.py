@@ -166,7 +166,7 @@ class Checkpoint(Mapping[str, Any]):
                 for (ref, rank), group in zip(files, groups or [""] * len(files), strict=True)
             )
         with handle.session("Listing") as store:
-            seen = {path: size_bytes for path, (size_bytes, _) in source.marks.of.items()}
+            seen = {path: size_bytes for path, (size_bytes, _) in source.versions.of.items()}
             return tuple(
                 StoredFile(path=path, size_bytes=seen.get(path) or store.stat(path).size_bytes)
                 for path in sorted(source.paths)

@@ -81,6 +81,7 @@ class Findings:
     notes: list[Problem] = field(default_factory=list)
     file_count: int = 0
     checked_bytes: int = 0
+    link_counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def store(self) -> Store:
@@ -102,11 +103,13 @@ class Findings:
 
     def size_of(self, file: FileRef) -> int:
         """Return the length of a file, asked for twice if it is not the one that was written."""
-        size_bytes = self.store.stat(file.path).size_bytes
-        if size_bytes != file.size_bytes:
+        info = self.store.stat(file.path)
+        if info.size_bytes != file.size_bytes:
             self.store.drop_caches(file.path)
-            size_bytes = self.store.stat(file.path).size_bytes
-        return size_bytes
+            info = self.store.stat(file.path)
+        if info.link_count > 1:
+            self.link_counts[file.path] = info.link_count
+        return info.size_bytes
 
     @contextmanager
     def noting(

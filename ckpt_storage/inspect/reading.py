@@ -142,7 +142,7 @@ class Handle:
             raise InvalidInputError(told, next_step="Open it again with open_checkpoint.")
         what = f"{what} {self.url}"
         deadline = stalling_deadline("load", self._timeout_s, what)
-        with deadline.governs(what):
+        with deadline.annotate_errors(what):
             yield self._store.bounded(deadline)
 
     def places(self, keys: Sequence[Key], store: Store) -> list[ChunkPlace]:

@@ -6,7 +6,7 @@ import heapq
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,9 @@ class VerifyReport:
     """What `verify` found. `ok` is whether nothing is wrong.
 
     `exports` are those directly below `url`, and one at `url` itself; a stale one is no problem.
-    `notes` names values that are sound and that `load` refuses all the same.
+    `notes` names values that are sound and that `load` refuses all the same. `link_counts` has the
+    files that share their storage with those of other saves, by hard links, with the number of
+    names that each has: damage to one of them is damage to all.
     """
 
     url: str
@@ -67,6 +69,7 @@ class VerifyReport:
     checked_bytes: int
     exports: Sequence[ExportStatus] = ()
     notes: Sequence[Problem] = ()
+    link_counts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -101,7 +104,7 @@ def verify(  # the public surface, all keyword-only
     deadline = stalling_deadline("load", timeouts.load, what)
     store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     ranges = _reader(store, thread_count, memory_limit_bytes)
-    with deadline.governs(what):
+    with deadline.annotate_errors(what):
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
@@ -110,7 +113,7 @@ def verify(  # the public surface, all keyword-only
             if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
-    names = ("format", "save_id", "problems", "file_count", "checked_bytes")
+    names = ("format", "save_id", "problems", "file_count", "checked_bytes", "link_counts")
     found: dict[str, Any] = {name: getattr(check, name) for name in names}
     notes, exports = tuple(check.notes), check.exports or ()
     return VerifyReport(url=location.url, exports=exports, notes=notes, **found)
@@ -136,7 +139,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
     raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
     """
     check = _Check(_reader(store), is_deep=deep, is_strict=True, part=number, part_count=count)
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         try:
             check.run()
         except IntegrityError as error:
@@ -149,7 +152,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
 
 def part_bytes(store: Store, count: int) -> list[int]:
     """Return how many bytes a deep check of each part reads; 0 for what another tool wrote."""
-    with store.deadline.governs(f"Checking {store.url}"):
+    with store.deadline.annotate_errors(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         files = () if head is None else read_manifest(store, head).files
     return [sum(part.values()) for part in divided(files, count)]

@@ -21,18 +21,33 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.load import load
 from ckpt_storage.manager.delete import delete
+from ckpt_storage.manager.listing import list_checkpoints
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import save, save_on
 
 from .packing import OUTLINE, WholePlanner, pack, unpack
 
-__all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy"]
+__all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy", "last_checkpoint"]
 
 _Path = str | os.PathLike[str]
 _Timeout = float | timedelta | Timeouts | None
 
 _SHARDED = ("state_dict.", "optimizer_")
+
+
+def last_checkpoint(
+    dirpath: _Path, *, storage_options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return the URL of the checkpoint below `dirpath` that was committed last; None without any.
+
+    For `fit(ckpt_path=last_checkpoint(url))`: Lightning's own search for `ckpt_path="last"` drops
+    the scheme of a URL and finds nothing. Raises as `ckpt_storage.list_checkpoints`.
+    """
+    infos = list_checkpoints(dirpath, storage_options=storage_options)
+    # The times are in seconds; of equal ones, the list has the highest step last.
+    infos.sort(key=lambda info: info.created_at or "")
+    return infos[-1].url if infos else None
 
 
 class CheckpointStorageIO(CheckpointIO):
@@ -71,7 +86,7 @@ class CheckpointStorageIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint at `path`, its tensors on the CPU; Lightning calls all ranks.
 
-        `weights_only=False` trusts whoever wrote it with objects of any class. Raises as
+        `weights_only=False` trusts the author with objects of any class. Raises as
         `ckpt_storage.load`, and `InvalidInputError` for a `map_location` that is not the CPU.
         """
         if map_location is not None and str(map_location) != "cpu":
@@ -155,9 +170,9 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             self._io.remove_checkpoint(filepath)
 
 
-def _merged(own: Mapping[str, Any] | None, given: Any) -> dict[str, Any] | None:
-    """Return storage options with those of one call, which win."""
-    return {**(own or {}), **(given or {})} or None
+def _merged(options: Mapping[str, Any] | None, call_options: Any) -> dict[str, Any] | None:
+    """Return storage options; those of one call win."""
+    return {**(options or {}), **(call_options or {})} or None
 
 
 def _load(

@@ -41,17 +41,10 @@ from ckpt_storage.manager.resume import Check
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 
+from .file_entries import read_files, write_files
 from .packing import WholePlanner
 from .trainer_checks import check_arguments, check_methods
-from .trainer_entries import (
-    RESUME_FILES,
-    StoredNames,
-    is_resume_file,
-    rank,
-    read_files,
-    stores_file,
-    write_files,
-)
+from .trainer_entries import RESUME_FILES, StoredNames, is_resume_file, rank, stores_file
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput

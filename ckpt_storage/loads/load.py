@@ -191,7 +191,7 @@ def _run(
         plans = [proposal for proposal, _, _ in proposals]
         if custom is not None:
             plans = planner.create_global_plan(plans)
-        names = operation.lane.names
+        names = operation.lane.global_ranks
         check_terms({names[r]: terms for r, (_, terms, _) in enumerate(proposals)}, phase="load")
         finals = [None] * len(plans) if custom is None else plans
         orders = session.share_orders(plans, [stored for _, _, stored in proposals])

@@ -40,8 +40,8 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
-from ckpt_storage.transfer.pacing import REMOTE_READ_BYTES
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import REMOTE_READ_BYTES
 
 from .items import LoadItems, wanted_regions
 from .loadplanner import metadata_of
@@ -282,7 +282,7 @@ class LoadSession:
         effect = "Targets of this load hold undefined values."
         share = options.memory_limit_bytes // (2 * options.part_bytes)
         with (
-            deadline.governs(f"Loading from {store.url}", rank=self.rank),
+            deadline.annotate_errors(f"Loading from {store.url}", rank=self.rank),
             adding_context(source, store, places, effect=effect),
             # Else torch makes a view of each sharded target that gradients would flow through.
             torch.no_grad(),
@@ -313,7 +313,7 @@ class LoadSession:
                         "and %d bytes together with other ranks.",
                         *(self.url, self.rank, *counts),
                     )
-                deadline.watch.expect(total_bytes)
+                deadline.monitor.expect(total_bytes)
                 bar, save_id = self._is_coordinator, source.save_id
                 with reporting(
                     settings.progress, "load", self.rank, total_bytes, save_id, with_bar=bar

@@ -27,8 +27,8 @@ from ckpt_storage.format.boxes import Box, box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
-from ckpt_storage.transfer.pacing import REMOTE_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import REMOTE_COSTS
 from ckpt_storage.transfer.workers import Workers
 
 log = logging.getLogger("ckpt_storage")
@@ -286,7 +286,7 @@ class SharedReads:
                 phase=self._deadline.phase,
                 next_step="See the log of that rank.",
             )
-        self._deadline.watch.failed(error)
+        self._deadline.monitor.failed(error)
 
     def _move(self, unit: Unit, buffer: memoryview) -> None:
         """Read a unit, put it into targets and pass it on; or receive, check and put it."""
@@ -313,7 +313,7 @@ class SharedReads:
                 if rank != self._order.rank:
                     self._peers.send(rank, buffer, tag, self._deadline)
         else:
-            self._deadline.watch.advanced(len(buffer))
+            self._deadline.monitor.advanced(len(buffer))
 
     def _check_received(self, owner: int, want: ChunkRead, start: int, part: memoryview) -> None:
         """Check a piece that a peer sent; one that does not match is read from the storage."""

@@ -9,7 +9,8 @@ from types import MethodType
 from weakref import WeakMethod
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.store.deadline import Deadline, Watch
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.monitor import OperationMonitor
 
 log = logging.getLogger("ckpt_storage")
 
@@ -19,10 +20,10 @@ _STOP_S = 10.0
 _Work = Callable[[Deadline], object]
 
 
-class BackgroundJob(Watch):
+class BackgroundJob(OperationMonitor):
     """Runs `work(deadline)` in a named daemon thread; requests that arrive meanwhile share a run.
 
-    It is the `Watch` of the deadline: `close` cancels the storage requests of a run.
+    It is the `OperationMonitor` of the deadline: `close` cancels the storage requests of a run.
     """
 
     def __init__(self, work: _Work, *, name: str, timeout_s: float) -> None:
@@ -95,7 +96,7 @@ class BackgroundJob(Watch):
     def _run_once(self, work: _Work) -> None:
         self.error = None
         try:
-            work(Deadline("commit", self._timeout_s, watch=self))
+            work(Deadline("commit", self._timeout_s, monitor=self))
         except CheckpointError as failure:
             self.error = failure
             if self._stopped is None:

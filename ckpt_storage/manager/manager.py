@@ -33,6 +33,7 @@ from ckpt_storage.options import (
     UnsafeValues,
     check_choice,
 )
+from ckpt_storage.saves.hashes import check_hashes
 from ckpt_storage.saves.options import Chained
 from ckpt_storage.source.renaming import Rename
 from ckpt_storage.store import Location, redacted_url
@@ -94,6 +95,11 @@ class CheckpointManager:
         max_pending: background saves that may be in flight.
         on_error: "raise": a background save that failed is raised by the next `save_async` or
             `close`; "warn": it is logged.
+        reuse: what has not changed is not written again: the `base` of each save is the newest
+            checkpoint that this manager saved, or restored and found sound; see `save`.
+        stable: as for `ckpt_storage.save`.
+        full_every: write a file anew once so many checkpoints have it, so that one damaged file
+            does not hurt a whole run; None: never.
 
     Raises:
         InvalidInputError: for arguments that cannot be.
@@ -121,8 +127,21 @@ class CheckpointManager:
         mode: Mode = "process",
         max_pending: int = 1,
         on_error: OnError = "raise",
+        reuse: bool = False,
+        stable: str | Sequence[str] = (),
+        full_every: int | None = None,
     ) -> None:
         check_choice("pruning", pruning, Pruning)
+        if full_every is not None and full_every < 1:
+            raise InvalidInputError(
+                f"full_every is {full_every!r}.", next_step="Give a number of saves, or None."
+            )
+        if reuse:
+            check_hashes()
+        elif stable or full_every is not None:
+            raise InvalidInputError(
+                "stable and full_every need reuse=True.", next_step="Give it, or leave them out."
+            )
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
@@ -162,6 +181,8 @@ class CheckpointManager:
             prunes=pruning == "background",
             is_coordinator=self._ranks.is_coordinator,
         )
+        self._reuse = {"has_reuse": True, "stable": stable, "full_every": full_every}
+        self._reuse = self._reuse if reuse else {}
         self._saver: AsyncSaver | None = None
         self._make_saver = partial(
             AsyncSaver,
@@ -290,7 +311,7 @@ class CheckpointManager:
         self._check_open()
         self._schedule.restart_timer()
         is_preemption = self._schedule.preempted is not None
-        arguments = {**arguments, "is_preemption": is_preemption}
+        arguments = {**arguments, **self._reuse, "is_preemption": is_preemption}
         return StepSave(
             self._root, arguments, self._upkeep.record_save, restores=self._restore_count
         )

@@ -254,6 +254,11 @@ class Root:
         """Record that a checkpoint is sound."""
         self._soundness[name, save_id] = True
 
+    def newest_sound(self) -> str | None:
+        """Return the name of the checkpoint of the highest step that is known to be sound."""
+        known = [name for (name, _), is_sound in self._soundness.copy().items() if is_sound]
+        return max(known, key=lambda name: self.names.step_of(name) or 0, default=None)
+
     def record_damaged(self, info: CheckpointInfo, reason: str) -> None:
         """Record that a checkpoint is damaged: no policy counts it any more."""
         log.warning("%s is not counted as a checkpoint: %s", info.url, reason)

@@ -118,7 +118,7 @@ class Schedule:
 
     def _decide(self, notices: list[str]) -> None:
         """Decide for all ranks, by the coordinator's clock and the notice of the lowest rank."""
-        texts = zip(self._ranks.lane.names, notices, strict=True)
+        texts = zip(self._ranks.lane.global_ranks, notices, strict=True)
         first = next((f"{text} on rank {rank}" for rank, text in texts if text), None)
         is_news = first is not None and self.preempted is None
         self._answer = self._answer or self._is_time_over() or is_news

@@ -56,27 +56,38 @@ class StepSave:
             replaces=root.damaged_ids(self._name),
         )
 
-    def _prepare(self) -> None:
-        """Reserve the name; waits while it is deleted.
+    def _prepare(self, options: SaveOptions) -> SaveOptions:
+        """Reserve the name; waits while it is deleted. Return the options with the base.
 
         Raises what is wrong with the arguments, or `PhaseTimeoutError`.
         """
         if self._argument_error is not None:
             raise self._argument_error
         self._release = self._root.in_use.acquire(
-            self._name, "it is being saved", timeout_s=self._options.timeouts.plan
+            self._name, "it is being saved", timeout_s=options.timeouts.plan
+        )
+        return self._with_base(options)
+
+    def _with_base(self, options: SaveOptions) -> SaveOptions:
+        """Return options whose base is the newest sound checkpoint, if files are to be reused."""
+        name = self._root.newest_sound() if options.has_reuse else None
+        return (
+            options
+            if name is None
+            else replace(options, base=self._root.location.child(name).target)
         )
 
     def run(self, ranks: RankGroup, state: Mapping[str, Any]) -> CheckpointInfo:
         """Save now, and return what was committed; as `ckpt_storage.save`."""
+        options = self._with_base(self._options)
 
         def prepared_state() -> dict[str, Any]:
-            self._prepare()
+            self._prepare(options)
             return plain_state(state)
 
         committed: CheckpointInfo | None = None
         try:
-            committed = save_on(ranks, prepared_state, self._target, self._options)
+            committed = save_on(ranks, prepared_state, self._target, options)
         except CheckpointError as error:
             # A save may fail after its commit.
             committed = getattr(error, "info", None)

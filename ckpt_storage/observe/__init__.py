@@ -1,1 +1,1 @@
-"""What an operation did: its statistics, one line in the log, and OpenTelemetry."""
+"""How operations are observed: statistics, a line in the log, OpenTelemetry."""

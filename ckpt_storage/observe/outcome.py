@@ -30,7 +30,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def kind_of(what: str) -> Kind | None:
-    """Return the kind of the operation that messages call `what`; None: it is not reported."""
+    """Return the kind of the operation that messages call `what`; None: no report is made."""
     return _KINDS.get(" ".join(what.split()[:2]))
 
 
@@ -38,7 +38,7 @@ def kind_of(what: str) -> Kind | None:
 class Outcome:
     """How one operation ended on one rank.
 
-    `own` is the share of this rank. `stats` are those of all ranks, where the operation got so far.
+    `own` is the share of this rank. `stats` are those of all ranks, None if it ended before them.
     `is_superseded`: the caller begins the operation anew.
     """
 
@@ -56,8 +56,8 @@ class Outcome:
     is_superseded: bool = False
 
     @property
-    def word(self) -> str:
-        """Return the outcome in one word; "committed" also of a save that failed afterwards."""
+    def name(self) -> str:
+        """Return the outcome's name; "committed" also of a save that failed after its commit."""
         if self.error is None:
             return "ok"
         if getattr(self.error, "info", None) is not None:

@@ -48,7 +48,7 @@ def _pairs(outcome: Outcome) -> Iterator[str]:
     """Yield `key=value`; a value with spaces is a JSON string."""
     stats, error, phase_s = outcome.stats, outcome.error, outcome.timeline.phase_s()
     yield f"operation={outcome.kind}"
-    yield f"outcome={outcome.word}"
+    yield f"outcome={outcome.name}"
     yield f"url={_quoted(outcome.url)}"
     if outcome.step is not None:
         yield f"step={outcome.step}"

@@ -32,11 +32,12 @@ class RankTiming:
 class OperationStats:
     """Statistics of one save, load or export of all ranks.
 
-    total_bytes: of all ranks; of a save those of its shard files. phase_s: seconds by phase on the
-    coordinator, waits for other ranks included. seconds: their sum. Of a save both end where its
-    commit begins, since the commit record holds them. slowest_rank: the global rank that took
-    longest for its own bytes, which were `slowest_bytes` in `slowest_s`. retry_count: storage
-    requests that were repeated, on all ranks.
+    total_bytes: of all ranks; of a save those of its shard files. reused_bytes: of a save those of
+    files that an earlier save wrote: they were linked, or copied by the storage. phase_s: seconds
+    by phase on the coordinator, waits for other ranks included. seconds: their sum. Of a save both
+    end where its commit begins, since the commit record holds them. slowest_rank: the global rank
+    that took longest for its own bytes, which were `slowest_bytes` in `slowest_s`. retry_count:
+    storage requests that were repeated, on all ranks.
     """
 
     seconds: float
@@ -47,6 +48,7 @@ class OperationStats:
     slowest_rank: int = 0
     slowest_s: float = 0.0
     slowest_bytes: int = 0
+    reused_bytes: int = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -85,6 +87,7 @@ class OperationStats:
                 "seconds": self.slowest_s,
                 "bytes": self.slowest_bytes,
             },
+            **({"reused_bytes": self.reused_bytes} if self.reused_bytes else {}),
         }
 
     @classmethod
@@ -104,8 +107,9 @@ class OperationStats:
                 slowest_rank=_count(slowest["rank"]),
                 slowest_s=_seconds(slowest["seconds"]),
                 slowest_bytes=_count(slowest["bytes"]),
+                reused_bytes=_count(value.get("reused_bytes", 0)),  # type: ignore[attr-defined]  # caught
             )
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return None
 
 

@@ -1,7 +1,7 @@
 """Spans and metrics for OpenTelemetry.
 
-Nothing is imported here unless the program has imported `opentelemetry` itself: without its SDK,
-which whoever wants telemetry sets up, all of this would go nowhere.
+Nothing is imported here unless the program has imported `opentelemetry` itself: without an SDK,
+which a program sets up that wants telemetry, spans and metrics have no receiver.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def record(outcome: Outcome) -> None:
 
 def _record(instruments: _Instruments, outcome: Outcome) -> None:
     own, spans = outcome.own, outcome.timeline.spans
-    operation: dict[str, Any] = {"operation": outcome.kind, "outcome": outcome.word}
+    operation: dict[str, Any] = {"operation": outcome.kind, "outcome": outcome.name}
     instruments.duration.record(sum(own.phase_s.values()), operation)
     for phase, seconds in own.phase_s.items():
         instruments.phase_duration.record(seconds, {**operation, "phase": phase})

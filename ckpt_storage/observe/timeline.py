@@ -19,7 +19,7 @@ class PhaseSpan:
 
 
 class Timeline:
-    """The phases of one operation; the one that began last goes on until `end`."""
+    """The phases of one operation; the last phase continues until `end`."""
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()

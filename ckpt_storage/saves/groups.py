@@ -5,7 +5,6 @@ A group has files of its own, so that it can be copied, or left out, without rea
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,11 +13,10 @@ from fnmatch import fnmatchcase
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB
 
 from .items import tensor_bytes
-from .shardfile import Item
 
 _GROUP_MIN_BYTES = MIB
 """Bytes of a group, a rank on average, from which a file of its own is worth its requests."""
@@ -26,11 +24,16 @@ _GROUP_MIN_BYTES = MIB
 
 def check_groups(groups: Sequence[str]) -> None:
     """Raise `InvalidInputError` unless an argument is a list of different patterns."""
-    patterns = list(groups) if isinstance(groups, list | tuple) else [""]
+    check_patterns("groups", groups)
+
+
+def check_patterns(name: str, value: object) -> None:
+    """Raise `InvalidInputError` unless the argument `name` is a list of different patterns."""
+    patterns = list(value) if isinstance(value, list | tuple) else [""]
     is_text = all(isinstance(pattern, str) for pattern in patterns)
     if not is_text or len(set(patterns)) != len(patterns) or "" in patterns:
         raise InvalidInputError(
-            f"groups is {groups!r:.200}.",
+            f"{name} is {value!r:.200}.",
             next_step='Give a list of different patterns of names, such as ["optim*"], or [].',
         )
 
@@ -46,7 +49,7 @@ def choose_groups(
     """Return the groups that get files of their own, on all ranks; () for one file a rank.
 
     `sizes` are the names and bytes of the global plan. Two groups or more must have 1 MiB a rank on
-    average; what no pattern matches counts as one. Smaller groups go with that.
+    average; values that no pattern matches are a group, which takes the smaller groups.
     """
     if not groups:
         return ()
@@ -57,7 +60,8 @@ def choose_groups(
         if group is None:
             group = known[fqn] = group_of(fqn, groups)
         bytes_of[group] += size_bytes
-    large = [one for one in ("", *groups) if bytes_of[one] >= world_size * _GROUP_MIN_BYTES]
+    least_bytes = world_size * _GROUP_MIN_BYTES
+    large = [group for group in ("", *groups) if bytes_of[group] >= least_bytes]
     return tuple(filter(None, large)) if len(large) > 1 else ()
 
 
@@ -83,34 +87,3 @@ def split_plan(plan: SavePlan, groups: Sequence[str]) -> dict[str, SavePlan]:
     for item in plan.items:
         items_of[group_of(item.index.fqn, groups)].append(item)
     return {group: replace(plan, items=items) for group, items in items_of.items() if items}
-
-
-class SharedItems:
-    """Items that several threads resolve: one at a time, and none once a thread has failed.
-
-    A planner need not be safe in threads.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_stopped = False
-
-    def stop(self) -> None:
-        """Make every thread raise at its next item or part."""
-        self._is_stopped = True
-
-    def check(self) -> None:
-        """Raise `CheckpointError` once `stop` was called."""
-        if self._is_stopped:
-            raise CheckpointError("Another shard file of this rank failed.", phase="write")
-
-    def of(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, each resolved while no other thread resolves one."""
-        iterator = iter(items)
-        while True:
-            with self._lock:
-                self.check()
-                item = next(iterator, None)
-            if item is None:
-                return
-            yield item

@@ -32,7 +32,8 @@ from ckpt_storage.store import Location, anchored
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.writing import write_options
 
-from .groups import check_groups
+from .groups import check_groups, check_patterns
+from .hashes import check_hashes
 
 log = logging.getLogger("ckpt_storage")
 
@@ -49,9 +50,11 @@ Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
 class SaveOptions:
     """The options of one save; as those of `CheckpointStorageWriter`.
 
-    `step` and `restores` identify a save of a run: its training step, and how often the run has
-    gone back to an earlier step. `user` goes into the commit record; `replaces` are the ids of
-    saves known to be damaged; no difference between ranks fails a save with `is_preemption`.
+    `has_reuse` is whether files of `base`, the URL of an earlier save, are to be reused, or to be
+    prepared for later saves. `step` and `restores` identify a save of a run: its training step, and
+    how often the run has gone back to an earlier step. `user` goes into the commit record;
+    `replaces` are the ids of saves known to be damaged; no difference between ranks fails a save
+    with `is_preemption`.
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -67,6 +70,10 @@ class SaveOptions:
     unsafe_values: UnsafeValues = "warn"
     replicas: Replicas = "warn"
     groups: Sequence[str] = DEFAULT_GROUPS
+    base: str | os.PathLike[str] | None = None
+    stable: str | Sequence[str] = ()
+    full_every: int | None = None
+    has_reuse: bool = False
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
@@ -80,7 +87,9 @@ class SaveOptions:
     def of(cls, arguments: Mapping[str, Any], *, timeouts: Timeouts) -> Self:
         """Return the options among the arguments of a call."""
         names = {option.name for option in fields(cls)} & arguments.keys()
-        return cls(**{**{name: arguments[name] for name in names}, "timeouts": timeouts})
+        options = cls(**{**{name: arguments[name] for name in names}, "timeouts": timeouts})
+        has_reuse = options.has_reuse or options.base is not None or bool(options.stable)
+        return replace(options, has_reuse=has_reuse)
 
     def with_step_of(self, state: object) -> Self:
         """Return options with the step of `state`, for an overwriting save without a step.
@@ -115,7 +124,23 @@ class SaveOptions:
             chained = anchored(chained)
         elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
             chained = replace(chained, output=anchored(chained.output))
-        return replace(self, consolidate=chained)
+        base = None if self.base is None else anchored(self.base)
+        return replace(self, consolidate=chained, base=base)
+
+    @property
+    def stable_patterns(self) -> list[str]:
+        """The patterns of names that are expected to stay the same."""
+        return [self.stable] if isinstance(self.stable, str) else list(self.stable)
+
+    def base_of(self, location: Location) -> Location | None:
+        """Return the location of the base of a save to `location`; None without one there.
+
+        Nothing is reused from a storage of another kind.
+        """
+        if self.base is None:
+            return None
+        base = Location.of(self.base, self.storage_options)
+        return base if base.protocol == location.protocol else None
 
     def place(self, url: str | os.PathLike[str]) -> Location:
         """Return the location of a save to `url`. Raises `InvalidInputError`."""
@@ -124,6 +149,11 @@ class SaveOptions:
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
         check_choice("replicas", self.replicas, Replicas)
         check_groups(self.groups)
+        if self.has_reuse:
+            check_patterns("stable", self.stable_patterns)
+            check_hashes()
+        if self.base is not None:
+            Location.of(self.base, self.storage_options)
         return Location.of(url, self.storage_options)
 
     def consolidation(self, source: Location) -> ConsolidateSpec | None:

@@ -73,6 +73,8 @@ def save(  # the public surface, all keyword-only
     unsafe_values: UnsafeValues = "warn",
     replicas: Replicas = "warn",
     groups: Sequence[str] = DEFAULT_GROUPS,
+    base: str | os.PathLike[str] | None = None,
+    stable: str | Sequence[str] = (),
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return its record; all ranks of the group call this.
@@ -114,6 +116,13 @@ def save(  # the public surface, all keyword-only
             samples are compared.
         groups: glob patterns of names. What matches one lies in shard files of its own, so that
             it can be copied or left out later without being read; [] for one file a rank.
+        base: URL of an earlier save with the same sharding; that of rank 0 counts. Files of which
+            all values are unchanged are linked on a file system, and copied by S3, Google Cloud
+            Storage and Azure themselves. This save is whole by itself all the same: either can be
+            deleted. Needs the package `xxhash`.
+        stable: glob patterns of names whose values are expected to stay, such as a frozen base
+            model: they lie in files of their own, which the next save can reuse. Without any, a
+            value goes there once it equals the base's.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -211,7 +220,7 @@ def run_save(
                 operation.rank,
                 operation.phase,
                 is_coordinator=operation.is_coordinator,
-                global_ranks=ranks.lane.names,
+                global_ranks=ranks.lane.global_ranks,
             )
             operation.what = f"the save to {session.url}"
             identity = options.identity(session.url)
@@ -234,7 +243,7 @@ def run_save(
             job = replace(job, slot=info.slot)
             return _consolidated(operation, job, info, in_background=in_background)
     finally:
-        if operation is not None and operation.save_id is not None and operation.is_void:
+        if operation is not None and operation.save_id is not None and operation.must_discard:
             session.discard(operation.save_id, is_whole=True)
 
 
@@ -275,7 +284,7 @@ def _write_and_commit(
             cause=cause,
             storage="absent" if info is None else "committed",
         )
-        operation.is_void = outcome.discards and operation.save_id is not None
+        operation.must_discard = outcome.discards and operation.save_id is not None
         if outcome.action == "raise":
             raise
         reason = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"

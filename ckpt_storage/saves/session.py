@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,6 +27,7 @@ from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import (
     CheckpointError,
     CommitConflictError,
+    FormatError,
     IntegrityError,
     InvalidInputError,
     PhaseTimeoutError,
@@ -39,17 +40,19 @@ from ckpt_storage.format.rank_manifest import RankManifest, Vocabulary
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import Phase, RetryPolicy
 from ckpt_storage.progress import reporting
-from ckpt_storage.store import endpoint_of, open_store
+from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .groups import SharedItems, choose_groups, split_plan
+from .base import Base, read_base, warn_useless
+from .groups import choose_groups, split_plan
 from .items import Items, planned_bytes
 from .options import SaveOptions
 from .replicas import Difference, settle_differences
-from .shardfile import Item, ShardFileWriter, WrittenShard, write_shard
+from .reuse import Reuse, plain_files
+from .shardfile import Item, ReusedShard, Shard, ShardFileWriter, WrittenShard
+from .shards import ShardsWriter
 
 _DISCARD_S = 2.0
 _OUTCOME_S = 1.5
@@ -93,9 +96,12 @@ class SaveSession:
 
     @cached_property
     def _store(self) -> Store:
+        return self._open(self.location)
+
+    def _open(self, location: Location) -> Store:
         options = self.options
         return open_store(
-            self.location,
+            location,
             page_cache=options.page_cache,
             sync_files=options.sync_files,
             timeouts=options.timeouts,
@@ -155,7 +161,7 @@ class SaveSession:
         Raises `CheckpointExistsError`, `StorageError`, `InvalidInputError` (not a shared storage).
         """
         deadline, replaces = self._phase("plan"), self.options.replaces
-        with deadline.governs(f"Beginning a save to {self.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Beginning a save to {self.url}", rank=self._error_rank):
             store = self._store.bounded(deadline)
             if world_size > 1 and not store.capabilities.shared:
                 raise InvalidInputError(
@@ -165,6 +171,7 @@ class SaveSession:
                     next_step="Save to a storage that all ranks share.",
                 )
             ticket = begin(store, overwrite=self.options.overwrite, replaces=replaces)
+            base_url, base_id = self._find_base(deadline)
         previous = ticket.previous
         if previous is not None and previous.save_id in replaces:
             log.warning(
@@ -179,7 +186,29 @@ class SaveSession:
             world_size=world_size,
             with_places=self.options.is_stock_wanted(item_count),
             groups=choose_groups(sizes, self.options.groups, world_size=world_size),
+            base_url=base_url,
+            base_id=base_id,
         )
+
+    def _find_base(self, deadline: Deadline) -> tuple[str, str]:
+        """Return the target and the save id of the base; empty without a usable one."""
+        base = self.options.base_of(self.location)
+        if base is None or not self._can_reuse:
+            return "", ""
+        try:
+            head = read_log(self._open(base).bounded(deadline)).head
+        except (FormatError, IntegrityError, StorageError) as error:
+            warn_useless(base.url, error)
+            return "", ""
+        if head is None:
+            warn_useless(base.url, "it holds no checkpoint")
+        return base.target, "" if head is None or head.save_id is None else head.save_id
+
+    @property
+    def _can_reuse(self) -> bool:
+        """Whether files are to be reused, and the storage can link or copy them."""
+        able = self._store.capabilities
+        return self.options.has_reuse and (able.copies_objects or able.copy_min_bytes is not None)
 
     def write(
         self, ticket: SaveTicket, plan: SavePlan, items: Items, ties: Mapping[str, str]
@@ -221,12 +250,21 @@ class SaveSession:
         deadline: Deadline,
     ) -> RankReport:
         store, options = self._store.bounded(deadline), self.options
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             save_id, byte_count = ticket.save_id, planned_bytes(plan)
-            shards, unsafe = list[WrittenShard](), dict[str, str]()
+            shards, unsafe = list[Shard](), dict[str, str]()
             plans = split_plan(plan, ticket.groups)
-            if plans:
-                deadline.watch.expect(byte_count)
+
+            def noted(some: SavePlan) -> Iterator[Item]:
+                return self._noted(items(some), unsafe)
+
+            files, base, reuse = plain_files(plans), None, None
+            if self._can_reuse and plans:
+                base = self._read_base(ticket, deadline)
+                reuse = Reuse(base, options.stable_patterns, options.full_every, noted=noted)
+                files = reuse.files(plans, deadline)
+            if files:
+                deadline.monitor.expect(byte_count)
                 with reporting(
                     options.progress,
                     phase="write",
@@ -235,24 +273,46 @@ class SaveSession:
                     save_id=save_id,
                     with_bar=self.is_coordinator,
                 ) as on_bytes:
-                    shards = self._write_shards(
-                        store, save_id, [*plans.values()], items, unsafe, on_bytes, deadline
+                    writer = ShardsWriter(
+                        store=store,
+                        save_id=save_id,
+                        rank=self.rank,
+                        transfer=options.transfer(store.capabilities),
+                        base=base,
+                        items=noted,
+                        on_bytes=on_bytes,
+                        deadline=deadline,
                     )
+                    shards = writer.write(files)
             self._warn_of(unsafe, save_id)
-            groups = tuple(plans) if ticket.groups else ()
+            has_linked = any(isinstance(shard, ReusedShard) for shard in shards)
             return self._put_manifest(
-                store, ticket, shards, unsafe=unsafe, ties=ties, groups=groups
+                store,
+                ticket,
+                shards,
+                unsafe=unsafe,
+                ties=ties,
+                groups=tuple(file.group for file in files) if ticket.groups else (),
+                unlinked_count=reuse.unlinked_count(has_linked=has_linked) if reuse else 0,
             )
+
+    def _read_base(self, ticket: SaveTicket, deadline: Deadline) -> Base | None:
+        """Return what this rank wrote of the base, None if there is nothing to reuse."""
+        if not ticket.base_id:
+            return None
+        location = Location.of(ticket.base_url, self.options.storage_options)
+        return read_base(self._open(location).bounded(deadline), ticket.base_id, rank=self.rank)
 
     def _put_manifest(
         self,
         store: Store,
         ticket: SaveTicket,
-        shards: Sequence[WrittenShard],
+        shards: Sequence[Shard],
         *,
         unsafe: Mapping[str, str] = MappingProxyType({}),
         ties: Mapping[str, str] = MappingProxyType({}),
         groups: tuple[str, ...] = (),
+        unlinked_count: int = 0,
     ) -> RankReport:
         """Write the rank manifest of shard files; return the report of this rank."""
         known = Vocabulary()
@@ -268,6 +328,7 @@ class SaveSession:
             unsafe=unsafe,
             host=socket.gethostname(),
             pid=os.getpid(),
+            unlinked_count=unlinked_count,
         )
         document = seal(manifest.to_body())
         path = rank_manifest_path(manifest.save_id, self.rank)
@@ -275,62 +336,6 @@ class SaveSession:
         ref = FileRef.of(path, document)
         with_places = ticket.with_places
         return RankReport.of(manifest, ref, with_places=with_places, ties=ties, groups=groups)
-
-    def _write_shards(
-        self,
-        store: Store,
-        save_id: str,
-        plans: Sequence[SavePlan],
-        items: Items,
-        unsafe: dict[str, str],
-        on_bytes: Callable[[int], None],
-        deadline: Deadline,
-    ) -> list[WrittenShard]:
-        """Write a shard file for each of `plans`, side by side; note unsafe values in `unsafe`."""
-        transfer = self.options.transfer(store.capabilities)
-        transfer = replace(transfer, thread_count=max(1, transfer.thread_count // len(plans)))
-        shared, shards = SharedItems(), dict[int, WrittenShard]()
-
-        def count(byte_count: int) -> None:
-            shared.check()
-            on_bytes(byte_count)
-
-        def write(index: int, plan: SavePlan) -> None:
-            path = shard_path(save_id, self.rank, index)
-            try:
-                writer = ObjectWriter(
-                    store,
-                    path,
-                    options=transfer,
-                    planned_bytes=planned_bytes(plan),
-                    deadline=deadline,
-                    on_bytes=count,
-                )
-                shards[index] = write_shard(
-                    path,
-                    writer,
-                    shared.of(self._noted(items(plan), unsafe)),
-                    block_bytes=transfer.block_bytes,
-                    deadline=deadline,
-                )
-            except BaseException:
-                shared.stop()
-                raise
-
-        if len(plans) == 1:
-            write(0, plans[0])
-            return [shards[0]]
-        with Workers(
-            len(plans), name=f"ckpt-storage write rank {self.rank}", deadline=deadline
-        ) as workers:
-            try:
-                for each in enumerate(plans):
-                    workers.submit(partial(write, *each))
-                workers.drain()
-            except BaseException:
-                shared.stop()
-                raise
-        return [shards[index] for index in range(len(plans))]
 
     # Files that are written piece by piece.
 
@@ -361,7 +366,7 @@ class SaveSession:
     ) -> RankReport:
         """Write the rank manifest of shard files; durable on return."""
         store = self._store.bounded(deadline)
-        with deadline.governs(f"Writing to {store.url}", rank=self._error_rank):
+        with deadline.annotate_errors(f"Writing to {store.url}", rank=self._error_rank):
             return self._put_manifest(store, ticket, shards)
 
     def _noted(self, items: Iterable[Item], unsafe: dict[str, str]) -> Iterator[Item]:
@@ -406,7 +411,7 @@ class SaveSession:
         ticket, options, deadline = self._ticket, self.options, self._phase("commit")
         assert ticket is not None  # noqa: S101  # it has written its files
         try:
-            with deadline.governs(f"Committing to {self.url}", rank=self._error_rank):
+            with deadline.annotate_errors(f"Committing to {self.url}", rank=self._error_rank):
                 record = commit_save(
                     self._store.bounded(deadline),
                     ticket,
@@ -435,8 +440,8 @@ class SaveSession:
             if is_whole:
                 delete_attempt(store, save_id)
             else:
-                # The rest, and each group.
-                file_count = 1 + len(self._ticket.groups if self._ticket else ())
+                # The rest, and each group, and a stable file of each.
+                file_count = 2 * (1 + len(self._ticket.groups if self._ticket else ()))
                 own = [shard_path(save_id, self.rank, index) for index in range(file_count)]
                 store.delete([*own, rank_manifest_path(save_id, self.rank)])
         except CheckpointError as error:

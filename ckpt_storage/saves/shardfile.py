@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.crc import BlockHasher, combine_blocks, combine_many, crc32c_of
-from ckpt_storage.format.rank_manifest import COLUMNS, ShardFile, Vocabulary
+from ckpt_storage.format.crc import BlockHasher, crc32c_of
+from ckpt_storage.format.rank_manifest import (
+    COLUMNS,
+    NO_HASH,
+    RankManifest,
+    ShardFile,
+    Vocabulary,
+)
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.writing import ObjectWriter
+
+from .hashes import new_hash
 
 _SMALL_BYTES = 64 << 10
 """Up to this size joining costs less than a buffer of its own."""
@@ -42,21 +50,28 @@ class Item:
 
 
 class ShardFileWriter:
-    """Writes one shard file, front to back: large payloads without a copy, the rest gathered."""
+    """Writes one shard file, front to back: large payloads without a copy, the rest gathered.
 
-    def __init__(self, writer: ObjectWriter, block_bytes: int) -> None:
+    Payloads of items for which `is_hashed` returns True are hashed; without it none is.
+    """
+
+    def __init__(
+        self,
+        writer: ObjectWriter,
+        block_bytes: int,
+        is_hashed: Callable[[Item], bool] | None = None,
+    ) -> None:
         self.position = 0
         self.block_bytes = block_bytes
         self.small_bytes = min(block_bytes, _SMALL_BYTES)
         self.part_bytes = writer.part_bytes
+        self.hashes: list[bytes] = []
         self._writer = writer
+        self._is_hashed = is_hashed
         self._frame: list[bytes] = []
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
-        # Of each piece passed to the writer: a payload, or all bytes gathered before a payload.
-        self._crcs: list[int] = []
         self._rows: list[_Row] = []
-        self._lengths: list[int] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
@@ -79,22 +94,16 @@ class ShardFileWriter:
         if self._gathered_bytes >= _GATHER_BYTES:
             self._flush_gathered()
 
-    def payload(self, views: Iterable[memoryview]) -> None:
-        """Append one payload, as consecutive byte views."""
+    def payload(
+        self, views: Iterable[memoryview], also: Callable[[memoryview], object] | None = None
+    ) -> None:
+        """Append one payload, as consecutive byte views; `also` gets each piece of it."""
         self._end_frame()
-        start = self.position
-        hasher = BlockHasher(self.block_bytes)
+        blocks = BlockHasher(self.block_bytes, also)
         for view in views:
-            # Hash and queue in bounded steps, so that sending starts before a huge view is hashed.
-            for at in range(0, len(view), self.part_bytes):
-                piece = view[at : at + self.part_bytes]
-                hasher.update(piece)
-                self.position += len(piece)
-                self._writer.write(piece)
-        blocks, length = hasher.finish(), self.position - start
-        self.block_crcs.extend(blocks)
-        self._crcs.append(combine_blocks(blocks, self.block_bytes, length))
-        self._lengths.append(length)
+            self._writer.write(view, blocks)
+            self.position += len(view)
+        self.block_crcs.extend(blocks.finish())
 
     def _end_frame(self) -> None:
         data = b"".join(self._frame)
@@ -107,17 +116,14 @@ class ShardFileWriter:
         data = b"".join(self._gathered)
         self._gathered.clear()
         self._gathered_bytes = 0
-        if data:
-            # A second pass over these bytes costs less than combining checksums of many pieces.
-            self._crcs.append(crc32c_of(data))
-            self._lengths.append(len(data))
-            self._writer.write(memoryview(data))
+        # A second pass over these bytes costs less than combining checksums of many pieces.
+        self._writer.write(memoryview(data))
 
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C."""
         self._end_frame()
         self._writer.complete()
-        return self.position, combine_many(self._crcs, self._lengths)
+        return self.position, self._writer.crc32c
 
     def append(self, item: Item) -> None:
         """Append one item."""
@@ -129,10 +135,16 @@ class ShardFileWriter:
             self.frame(head)
         payload_start = self.position
         views = item.views(self.part_bytes)
+        digest = None if self._is_hashed is None or not self._is_hashed(item) else new_hash()
         if length <= self.small_bytes:
-            self.small_payload(b"".join(views))
+            data = b"".join(views)
+            self.small_payload(data)
+            if digest is not None:
+                digest.update(data)
         else:
-            self.payload(map(memoryview, views))
+            self.payload(map(memoryview, views), None if digest is None else digest.update)
+        if self._is_hashed is not None:
+            self.hashes.append(NO_HASH if digest is None else digest.digest())
         actual_length = self.position - payload_start
         if actual_length != length:
             raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
@@ -166,13 +178,18 @@ _Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShard:
-    """A shard file that is complete; its items are not numbered yet."""
+    """A shard file that is complete; its items are not numbered yet.
+
+    `age` and `moving` as for `ShardFile`.
+    """
 
     file: ShardFileWriter
     path: str
     size_bytes: int
     crc32c: int
     rows: Sequence[_Row]
+    age: int | None = None
+    moving: Sequence[int] = ()
 
     def numbered(self, known: Vocabulary) -> ShardFile:
         """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
@@ -185,7 +202,32 @@ class WrittenShard:
             **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
             block_crcs=self.file.block_crcs,
             frame_crcs=self.file.frame_crcs,
+            hashes=b"".join(self.file.hashes),
+            age=self.age,
+            moving=self.moving,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReusedShard:
+    """A file of an earlier save, of which `manifest` is the rank manifest, under another name."""
+
+    manifest: RankManifest
+    stored: ShardFile
+    path: str
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the file."""
+        return self.stored.size_bytes
+
+    def numbered(self, known: Vocabulary) -> ShardFile:
+        """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
+        file = self.manifest.renumbered(self.stored, known, self.path)
+        return replace(file, age=1 + (self.stored.age or 0))
+
+
+Shard = WrittenShard | ReusedShard
 
 
 def write_shard(
@@ -195,9 +237,10 @@ def write_shard(
     *,
     block_bytes: int,
     deadline: Deadline,
+    is_hashed: Callable[[Item], bool] | None = None,
 ) -> WrittenShard:
     """Write `items`, one at least, to a shard file; after any error no upload stays open."""
-    file = ShardFileWriter(writer, block_bytes)
+    file = ShardFileWriter(writer, block_bytes, is_hashed)
     try:
         for item in items:
             file.append(item)

@@ -1,6 +1,6 @@
-"""Whether another writer touched its files while they were read.
+"""Detects that another writer changed its files while they were read.
 
-Such files bear no checksums and names that the next save uses again: values of two saves would mix
+Such files have no checksums, and the next save reuses their names: values of two saves could mix
 unnoticed.
 """
 
@@ -19,30 +19,30 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 _MARKED = (STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
-"""How the names of files end that another writer's checkpoint consists of."""
+"""Suffixes of the files of another writer's checkpoint."""
 
 _DESCRIBING = frozenset({STOCK_METADATA, INDEX_NAME})
 
-_MAX_ASKED = 8
-"""Files that are asked for alone; more of them are listed."""
+_MAX_STATS = 8
+"""Files that are checked one by one; more of them are listed."""
 
-Mark = tuple[int, float | None]
-"""Length in bytes and time of the last change in seconds since the epoch, if the storage tells."""
+FileVersion = tuple[int, float | None]
+"""Length in bytes, and time of the last change in Unix seconds if the storage reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileVersions:
-    """Lengths and times of the files of one checkpoint, from before its metadata was read.
+    """Versions of the files of one checkpoint, from before its metadata was read.
 
-    That is why a save that ends in between is seen by `check`, too.
+    So `check` also detects a save that ended in between.
     """
 
-    of: Mapping[str, Mark] = field(default_factory=dict)
+    of: Mapping[str, FileVersion] = field(default_factory=dict)
     is_deep: bool = False
 
     @classmethod
     def of_listing(cls, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileVersions:
-        """Return the marks of the files that values or their description lie in."""
+        """Return the versions of the files that hold values or describe them."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
             for entry in entries
@@ -53,48 +53,48 @@ class FileVersions:
     def check(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if one of the files is gone or was written again.
 
-        With `paths` only they count, and the files that describe the checkpoint.
+        With `paths` only those files and the ones that describe the checkpoint are checked.
         """
-        wanted: Collection[str] = self.of
-        if not wanted:
+        checked: Collection[str] = self.of
+        if not checked:
             return
         if paths is not None:
-            wanted = [path for path in self.of if path in paths or path in _DESCRIBING]
-            asked = [partial(self._is_as_it_was, store, path) for path in wanted]
-            if len(asked) <= _MAX_ASKED and all(side_by_side(store, asked)):
+            checked = [path for path in self.of if path in paths or path in _DESCRIBING]
+            stats = [partial(self._is_unchanged, store, path) for path in checked]
+            if len(stats) <= _MAX_STATS and all(side_by_side(store, stats)):
                 return
-        # By a listing: an object's time may be told in other digits when asked for alone.
+        # A listing decides, as `stat` may report the time of an object with another precision.
         entries = listed(store, recursive=self.is_deep)
         now = FileVersions.of_listing(entries, is_deep=self.is_deep).of
-        for path in wanted:
+        for path in checked:
             if path not in now:
                 raise changed(store.url, path, "is gone")
             if now[path] != self.of[path]:
                 raise changed(store.url, path, "was written again")
 
-    def _is_as_it_was(self, store: Store, path: str) -> bool:
-        """Return whether a file is told alike when asked for alone; if not, a listing decides."""
+    def _is_unchanged(self, store: Store, path: str) -> bool:
+        """Return whether `stat` reports the version of the listing."""
         try:
-            found = store.stat(path)
+            info = store.stat(path)
         except StorageError as error:
             if error.kind not in {"not-found", "permission"}:
                 raise
             return False
-        return (found.size_bytes, found.modified_s) == self.of[path]
+        return (info.size_bytes, info.modified_s) == self.of[path]
 
 
 def changed(url: str, path: str, what: str) -> CheckpointGoneError:
-    """Return the error that says what became of a file of the checkpoint at `url`."""
-    told = f"{url}: {path} {what} since this checkpoint was opened."
+    """Return the error for a changed file of the checkpoint at `url`; `what` happened to it."""
+    text = f"{url}: {path} {what} since this checkpoint was opened."
     step = "Open it again to see what is there now."
-    return CheckpointGoneError(told, path=path, phase="load", next_step=step)
+    return CheckpointGoneError(text, path=path, phase="load", next_step=step)
 
 
 @contextmanager
 def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
-    """Raise what `check` raises in place of an error that says that files do not fit.
+    """Replace an error about damaged files by the error of `check`, if that raises one.
 
-    They may be sound, and of another save than the metadata.
+    The files may be sound, and of another save than the metadata.
     """
     try:
         yield
@@ -107,5 +107,5 @@ def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
 
 
 def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
-    """Return what lies in a folder; nothing if that is not there."""
+    """Return the entries of a folder; none if there is no such folder."""
     return slotlog.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()

@@ -1,6 +1,6 @@
-"""Checkpoints that others wrote: stock DCP, torch's sharded safetensors, Hugging Face folders.
+"""Checkpoints of other writers: stock DCP, torch's sharded safetensors, Hugging Face folders.
 
-They carry no checksums of ours: only lengths can be checked.
+They have no checksums of ours: only lengths can be checked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _damaged(what: str, path: str, fqn: str | None = None) -> IntegrityError:
 
 @dataclass(slots=True, kw_only=True)
 class ForeignSource(Source):
-    """A checkpoint of another writer; `held` says where values lie, as far as that is known."""
+    """A checkpoint of another writer; `held` has the places of values, as far as they are known."""
 
     held: dict[Key, ChunkPlace] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class ForeignSource(Source):
         return {place.path for place in self.held.values()}
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error for a file that is not there."""
+        """Return the error for an absent file."""
         by = f", which {place.fqn} needs," if place.fqn else ""
         what = f"{self.store.url}: {place.path}{by} is missing."
         return _damaged(what, place.path, place.fqn or None)
@@ -110,7 +110,7 @@ class StockSource(ForeignSource):
         )
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie; the heads of items not known yet are read."""
+        """Return where chunks and blobs lie; read the heads of items whose place is not known."""
         items = {key: self._item_place(key) for key in keys if key not in self.held}
         self.held.update((key, place) for key, place in items.items() if place.kind == "raw")
         unknown = {key: place for key, place in items.items() if key not in self.held}
@@ -118,7 +118,7 @@ class StockSource(ForeignSource):
         try:
             self.held.update(_heads(ranges, unknown, _HEAD_BYTES, self._raw_place))
         except StorageError as error:
-            place = next((one for one in unknown.values() if is_about(error, one.path)), None)
+            place = next((p for p in unknown.values() if is_about(error, p.path)), None)
             if error.kind != "not-found" or place is None:
                 raise
             raise self.explain_missing(place) from error
@@ -129,7 +129,7 @@ class StockSource(ForeignSource):
         if isinstance(parsed, NeedMoreBytes):
             return parsed
         if parsed is None or parsed.dtype != self.tensors[place.fqn].dtype:
-            return place  # torch itself has to read the whole item
+            return place  # only torch can read the item
         if parsed.shape != place.sizes:
             what = (
                 f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
@@ -150,26 +150,26 @@ def _heads(
     guess_bytes: int,
     parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
 ) -> dict[_K, _T]:
-    """Return what the first bytes of items tell; more is read where these do not suffice."""
-    found: dict[_K, _T] = {}
-    wanted = dict.fromkeys(places, guess_bytes)
-    while wanted:
-        heads = {key: bytearray(min(size, places[key].size_bytes)) for key, size in wanted.items()}
+    """Parse the first bytes of items; read more of them where that does not suffice."""
+    results: dict[_K, _T] = {}
+    pending = dict.fromkeys(places, guess_bytes)
+    while pending:
+        heads = {key: bytearray(min(size, places[key].size_bytes)) for key, size in pending.items()}
         reads = [bytes_read(places[key], memoryview(head)) for key, head in heads.items()]
         ChunkReader(ranges).read(reads)
-        wanted = {}
+        pending = {}
         for key, head in heads.items():
             place = places[key]
             parsed = read_twice(
                 ranges.store, place.path, partial(_parsed, ranges, place, [head], parse)
             )
             if not isinstance(parsed, NeedMoreBytes):
-                found[key] = parsed
+                results[key] = parsed
             elif parsed.total_bytes > len(head):
-                wanted[key] = parsed.total_bytes
-            else:  # pragma: no cover  # parsers ask for more or end
+                pending[key] = parsed.total_bytes
+            else:  # pragma: no cover  # parsers request more, or raise
                 raise CheckpointError(f"{place.path} cannot be parsed.")
-    return found
+    return results
 
 
 def _parsed(
@@ -178,7 +178,7 @@ def _parsed(
     heads: list[bytearray],
     parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
 ) -> _T | NeedMoreBytes:
-    """Parse the first of `heads`, which was read before; at the next call, read as much anew."""
+    """Parse the head that was read; if called again, read it again first."""
     head = heads[-1]
     if len(heads) > 1:
         head = bytearray(len(head))
@@ -188,8 +188,8 @@ def _parsed(
 
 
 def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
-    """Return the chunks that hold something, each once, as a grid if they form one; and a flaw."""
-    # Ranks that hold replicas may each have stored an equal chunk.
+    """Return the chunks that are not empty, each once, as a grid if they form one; and a flaw."""
+    # Ranks with replicas may each have stored an equal chunk.
     held = list(dict.fromkeys(box for box in boxes if not box.is_empty)) or boxes
     grid = find_grid(shape, held) if len(held) > 1 else None
     return grid or held, None if grid else find_flaw(shape, held)
@@ -213,12 +213,12 @@ def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
 
 
 def open_stock(
-    store: Store, data: bytes, marks: FileVersions, options: TransferOptions
+    store: Store, data: bytes, versions: FileVersions, options: TransferOptions
 ) -> StockSource:
     """Return the source that a stock `.metadata` describes.
 
-    Raises as `decode_stock_metadata`, and `FormatError` if chunks do not make up their tensor: of
-    what none holds, a reader could only make values up.
+    Raises as `decode_stock_metadata`, and `FormatError` if the chunks of a tensor leave a gap, for
+    which there are no values.
     """
     metadata = decode_stock_metadata(data)
     return StockSource(
@@ -227,19 +227,21 @@ def open_stock(
         tensors={fqn: _stock_tensor(fqn, tensor) for fqn, tensor in metadata.tensors.items()},
         blobs=metadata.blobs,
         planner_data=metadata.paths,
-        marks=marks,
+        versions=versions,
         items=metadata.items,
         options=options,
     )
 
 
-def open_safetensors(store: Store, marks: FileVersions, options: TransferOptions) -> ForeignSource:
-    """Return the source that the safetensors files of a listing, and an index if any, make.
+def open_safetensors(
+    store: Store, versions: FileVersions, options: TransferOptions
+) -> ForeignSource:
+    """Return the source of the safetensors files of a listing, and of their index if there is one.
 
-    With an index only the files that it names count, and each must hold what it says. Raises
+    With an index, only the tensors that it lists count, and each must be in its file. Raises
     `FormatError`, `IntegrityError`.
     """
-    sizes = {path: size_bytes for path, (size_bytes, _) in marks.of.items()}
+    sizes = {path: size_bytes for path, (size_bytes, _) in versions.of.items()}
     weight_map, weights = _list_weights(store, sizes)
     sizes = {name: sizes[name] for name in weights}
     files = {
@@ -296,14 +298,14 @@ def open_safetensors(store: Store, marks: FileVersions, options: TransferOptions
         format="dcp_safetensors" if sharded else "safetensors",
         tensors=tensors,
         held=places,
-        marks=marks,
+        versions=versions,
     )
 
 
 def _list_weights(
     store: Store, sizes: Mapping[str, int]
 ) -> tuple[dict[str, str] | None, list[str]]:
-    """Return what the index says, None without one, and the weight files that count."""
+    """Return the index's files by tensor, None without an index, and the weight files to read."""
     weights = sorted(name for name in sizes if name.endswith(".safetensors"))
     if INDEX_NAME not in sizes:
         if GUARD_NAME in sizes:
@@ -324,13 +326,13 @@ def _list_weights(
 
 
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
-    """Return the tensor that chunks make: as large as they reach, without a gap."""
+    """Return the tensor that the chunks make up; raise if they leave a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
     tiles, flaw = _tiles(boxes, shape)
     if flaw is not None:
         what = f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}."
         raise IntegrityError(
-            what, fqn=fqn, next_step="Files are missing, or those of another save are among them."
+            what, fqn=fqn, next_step="Files are missing, or files of another save are among them."
         )
     return TensorRecord(dtype=dtype, shape=shape, boxes=tiles)
 

@@ -1,4 +1,4 @@
-"""One view of anything that can be read: which tensors there are, and where their bytes lie."""
+"""One view of checkpoints of every format: their tensors, and where the bytes lie."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _M = TypeVar("_M", Manifest, RankManifest)
 
 @dataclass(slots=True, kw_only=True)
 class Source(ABC):
-    """What a checkpoint of any format offers to readers.
+    """A checkpoint of any format, as readers see it.
 
-    `save_id` is None where the format has no such thing; `blobs` are the FQNs of what is no tensor;
-    `planner_data` says where each value sits in the nested state dict, None if unknown. `marks`
-    tell of another writer's files as they were before any of them was read. Files of ours, which
-    are written once and have checksums, need none.
+    `save_id` is None where the format has none; `blobs` are the FQNs of values that are no tensors;
+    `planner_data` has the path of each value in the nested state dict, None if unknown. `versions`
+    are those of another writer's files before any of them was read. Our files are written once and
+    have checksums, and need none.
     """
 
     store: Store
@@ -53,31 +53,31 @@ class Source(ABC):
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
     save_id: str | None = None
-    marks: FileVersions = field(default_factory=FileVersions)
+    versions: FileVersions = field(default_factory=FileVersions)
 
     @abstractmethod
     def places(self, keys: Sequence[Key]) -> Sequence[ChunkPlace]:
-        """Return where chunks and blobs lie; fetches what tells it, in parallel.
+        """Return where chunks and blobs lie; reads the documents for that in parallel.
 
         Raises `FormatError` if documents disagree.
         """
 
     def check_unchanged(self, store: Store, paths: Collection[str] | None = None) -> None:
-        """Raise `CheckpointGoneError` if another writer touched its files, or these, since."""
-        self.marks.check(store, paths)
+        """Raise `CheckpointGoneError` if another writer changed files, all or those of `paths`."""
+        self.versions.check(store, paths)
 
     @property
     def paths(self) -> set[str]:
-        """The files that hold the values, as far as another writer's metadata tells them."""
+        """The files that hold the values, as far as another writer's metadata names them."""
         return set()
 
     @abstractmethod
     def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when the file of `place` is not there."""
+        """Return the error to raise if the file of `place` is absent."""
 
 
 def value_keys(tensors: Mapping[str, TensorRecord], blobs: Iterable[str]) -> list[Key]:
-    """Return the keys of all chunks that have elements, then of all blobs."""
+    """Return the keys of all chunks with elements, then of all blobs."""
     chunks: list[Key] = [
         (fqn, box.offsets)
         for fqn, info in tensors.items()
@@ -88,34 +88,34 @@ def value_keys(tensors: Mapping[str, TensorRecord], blobs: Iterable[str]) -> lis
 
 
 class _RankIndex:
-    """The rank manifest of one rank, and where its items are in it.
+    """The rank manifest of one rank, indexed by item.
 
-    Of chunks at one place the first counts that has elements.
+    Of several chunks at the same offsets the first with elements counts.
     """
 
     def __init__(self, manifest: RankManifest) -> None:
         files, fqns = manifest.files, manifest.fqns
-        # -1, which is a blob's, is the last.
+        # Blobs have the box number -1, the last.
         offsets = [*(box.offsets for box in manifest.boxes), None]
         is_empty = [*(box.is_empty for box in manifest.boxes), False]
         items: dict[Key, int] = {}
         empty: dict[Key, int] = {}
         columns = (zip(file.fqn, file.box, strict=True) for file in files)
         for number, (name, at) in enumerate(chain.from_iterable(columns)):
-            found = empty if is_empty[at] else items
-            found.setdefault((fqns[name], offsets[at]), number)
+            kind = empty if is_empty[at] else items
+            kind.setdefault((fqns[name], offsets[at]), number)
         self.manifest, self.items = manifest, empty | items
         self.item_starts = list(accumulate((len(file.fqn) for file in files[:-1]), initial=0))
         self.blocks = [memoryview(array("I", file.block_crcs)) for file in files]
         self.block_starts = [file.block_starts() for file in files]
 
 
-_FEW = 4
-"""Checksums that are held as a tuple, which the collector forgets."""
+_MAX_TUPLE = 4
+"""Up to so many checksums are kept as a tuple, which the garbage collector stops tracking."""
 
 
 class CommittedSource(Source):
-    """A checkpoint of ours, by head and manifest; rank manifests are fetched when needed."""
+    """A checkpoint of ours, by head and manifest; rank manifests are read when needed."""
 
     def __init__(
         self, store: Store, record: SlotRecord, manifest: Manifest, options: TransferOptions
@@ -132,10 +132,10 @@ class CommittedSource(Source):
         self.options = options
         self._ranks: dict[int, RankManifest] = {}
         self._indexes: dict[int, _RankIndex] = {}
-        self._found: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = {}
+        self._chunks: dict[tuple[int, tuple[int, ...]], tuple[Box, int]] = {}
 
     def rank_manifest(self, rank: int) -> RankManifest:
-        """Return the manifest of one rank, fetched and checked."""
+        """Return the manifest of one rank, checked."""
         if rank not in self._ranks:
             self._ranks[rank] = read_rank_manifest(self.store, self.manifest, rank)
         return self._ranks[rank]
@@ -145,37 +145,37 @@ class CommittedSource(Source):
         if offsets is None:
             return None, self.manifest.blobs[fqn]
         tensor = self.manifest.tensors[fqn]
-        # Tensors that are alike share one record, and so what was found of it.
+        # Equal tensors share a record, and so its chunks.
         key = (id(tensor), offsets)
-        if key not in self._found:
-            self._find(tensor, offsets)
-        if key not in self._found:
+        if key not in self._chunks:
+            self._index_chunks(tensor, offsets)
+        if key not in self._chunks:
             raise FormatError(
                 f"{fqn} has no chunk at {offsets}.",
                 next_step="Load with the metadata that belongs to this checkpoint.",
             )
-        return self._found[key]
+        return self._chunks[key]
 
-    def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> None:
+    def _index_chunks(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> None:
         boxes, owners = tensor.boxes, tensor.owners
         if not isinstance(boxes, Grid):
-            # Of equal offsets the first counts; so ascending would overwrite it.
+            # In reverse order, as of equal offsets the first counts.
             for box, rank in zip(reversed(boxes), reversed(owners), strict=True):
-                self._found[id(tensor), box.offsets] = box, rank
+                self._chunks[id(tensor), box.offsets] = box, rank
         elif (cell := boxes.cell_at(offsets)) is not None:
-            self._found[id(tensor), offsets] = boxes[cell], owners[cell]
+            self._chunks[id(tensor), offsets] = boxes[cell], owners[cell]
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie; the manifests of their ranks are fetched."""
+        """Return where chunks and blobs lie; read the manifests of their ranks."""
         chunks = [self._chunk(*key) for key in keys]
         ranks = sorted({rank for _, rank in chunks} - self._ranks.keys())
-        fetch = [partial(self.rank_manifest, rank) for rank in ranks]
-        if len(fetch) == 1:
-            # A thread for it would take longer than a read from a disk.
-            fetch[0]()
-        elif fetch:
+        reads = [partial(self.rank_manifest, rank) for rank in ranks]
+        if len(reads) == 1:
+            # Starting a thread takes longer than a read from a disk.
+            reads[0]()
+        elif reads:
             what, deadline = "read rank manifests", self.store.deadline
-            some_at_once(fetch, self.options.thread_count, name=what, deadline=deadline)
+            some_at_once(reads, self.options.thread_count, name=what, deadline=deadline)
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
 
     def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:
@@ -184,19 +184,19 @@ class CommittedSource(Source):
             index = self._indexes[rank] = _RankIndex(self.rank_manifest(rank))
         at = index.items.get(key)
         if at is None:
-            raise self._disagree(f"{key[0]} has a chunk at {key[1]}", rank, "does not list that")
+            raise self._mismatch(f"{key[0]} has a chunk at {key[1]}", rank, "does not list it")
         number = bisect_right(index.item_starts, at) - 1
         item = at - index.item_starts[number]
         file = index.manifest.files[number]
         if box is not None:
             dtype, listed = file.dtype[item], index.manifest.box_of(file, item)
-            found = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
-            wanted = self.manifest.tensors[key[0]].dtype
-            if found != wanted or listed != box:
-                raise self._disagree(
-                    f"{key[0]} has a {wanted} chunk of {list(box.sizes)} at {list(box.offsets)}",
+            actual = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
+            expected = self.manifest.tensors[key[0]].dtype
+            if actual != expected or listed != box:
+                raise self._mismatch(
+                    f"{key[0]} has a {expected} chunk of {list(box.sizes)} at {list(box.offsets)}",
                     rank,
-                    f"lists {found} of {list(listed.sizes if listed else ())}",
+                    f"lists {actual} of {list(listed.sizes if listed else ())}",
                 )
         starts = index.block_starts[number]
         crcs = index.blocks[number][starts[item] : starts[item + 1]]
@@ -209,12 +209,12 @@ class CommittedSource(Source):
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,
-            crcs=tuple(crcs) if len(crcs) <= _FEW else crcs,
+            crcs=tuple(crcs) if len(crcs) <= _MAX_TUPLE else crcs,
         )
 
-    def _disagree(self, what: str, rank: int, instead: str) -> FormatError:
-        told = f"The manifest says that {what}; the rank manifest of rank {rank} {instead}."
-        return FormatError(told, path=self.manifest.ranks[rank].path, rank=rank, next_step=RESTORE)
+    def _mismatch(self, what: str, rank: int, instead: str) -> FormatError:
+        text = f"The manifest says that {what}; the rank manifest of rank {rank} {instead}."
+        return FormatError(text, path=self.manifest.ranks[rank].path, rank=rank, next_step=RESTORE)
 
     def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
@@ -236,9 +236,9 @@ def explained(
     *,
     effect: str = "",
 ) -> Exception:
-    """Return `error`, which reading `places` raised, with what it means for their values.
+    """Return the error to raise for `error`, which a read of `places` raised.
 
-    Damage is told with the value that the file holds there, its rank, and the `effect`.
+    For damage it names the value at that offset, its rank, and the `effect`.
     """
     mine = [place for place in places if is_about(error, place.path)]
     if not mine:
@@ -247,12 +247,12 @@ def explained(
         return source.explain_missing(mine[0]) if error.kind == "not-found" else error
     offset = error.offset or 0
     place = next((p for p in mine if p.start <= offset < p.start + p.size_bytes), mine[0])
-    told = str(error).removesuffix(error.next_step or "").strip()
+    text = str(error).removesuffix(error.next_step or "").strip()
     if error.fqn is None and place.fqn:
         by = f", written by rank {place.rank}" if place.rank is not None else ""
-        told += f" The file holds {place.fqn}{by}."
+        text += f" The file holds {place.fqn}{by}."
     return IntegrityError(
-        f"{told} {effect}".strip(),
+        f"{text} {effect}".strip(),
         fqn=error.fqn or place.fqn or None,
         offset=error.offset,
         path=place.path,
@@ -266,26 +266,25 @@ def explained(
 def adding_context(
     source: Source, store: Store, places: Sequence[ChunkPlace], *, effect: str = ""
 ) -> Iterator[None]:
-    """Explain errors of the block, which reads `places`; these may grow meanwhile.
+    """Explain errors of the block, which reads `places` and may extend them.
 
-    In place of damage, and at the end, raises `CheckpointGoneError` if another writer's files
-    changed.
+    Raises `CheckpointGoneError`, instead of damage or at the end, if another writer changed files.
     """
     with changed_rather_than_damaged(partial(source.check_unchanged, store)):
         try:
             yield
         except (StorageError, IntegrityError) as error:
-            told = explained(error, places, source, effect=effect)
-            if told is error:
+            explanation = explained(error, places, source, effect=effect)
+            if explanation is error:
                 raise
-            raise told from error
+            raise explanation from error
     source.check_unchanged(store, {place.path for place in places})
 
 
 def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
-    """Return the error that says that `save_id` is not the head any more, None while it is.
+    """Return the error for a save that is no longer the head, None while it is.
 
-    `path` is the file that was not found.
+    `path` is the absent file.
     """
     head = slotlog.read_log(store).head
     if head is not None and head.save_id == save_id:
@@ -302,10 +301,10 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
 def read_document(
     store: Store, reference: FileRef, *, save_id: str, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
-    """Return a document that another one of `save_id` names, checked by length and checksum.
+    """Return a document of `save_id`, checked by the length and checksum of its reference.
 
-    A missing one is `IntegrityError`, or `CheckpointGoneError` if `save_id` has been superseded
-    and freed. `max_bytes` and other errors as for `slotlog.read_referenced`.
+    Raises `IntegrityError` if it is missing, or `CheckpointGoneError` if `save_id` was superseded
+    and freed. `max_bytes` and other errors are those of `slotlog.read_referenced`.
     """
     try:
         return slotlog.read_referenced(store, reference, max_bytes=max_bytes)
@@ -314,33 +313,33 @@ def read_document(
 
 
 def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
-    """Return a document of a save, or what was made of it before: no save writes it again."""
-    kept, path = store.kept, reference.path
-    if kept is not None and (known := kept.get(reference)) is not None:
+    """Return a document of a save, parsed; small ones are cached, as no save rewrites them."""
+    cache, path = store.kept, reference.path
+    if cache is not None and (known := cache.get(reference)) is not None:
         return cast("_M", known)
     data = read_document(store, reference, save_id=save_id)
-    found = kind.from_body(unseal(data, path=path), where=path)
-    if found.save_id != save_id:
-        what = f"{path} belongs to save {found.save_id}."
+    document = kind.from_body(unseal(data, path=path), where=path)
+    if document.save_id != save_id:
+        what = f"{path} belongs to save {document.save_id}."
         raise FormatError(what, path=path, next_step=RESTORE)
-    if kept is not None and reference.size_bytes <= _MAX_KEPT_BYTES:
-        if len(kept) >= _MAX_KEPT:
-            kept.clear()
-        kept[reference] = found
-    return found
+    if cache is not None and reference.size_bytes <= _MAX_KEPT_BYTES:
+        if len(cache) >= _MAX_KEPT:
+            cache.clear()
+        cache[reference] = document
+    return document
 
 
 def read_rank_manifest(store: Store, manifest: Manifest, rank: int) -> RankManifest:
     """Return the manifest of one rank, checked. Raises as `read_document`, and `FormatError`."""
     reference = manifest.ranks[rank]
-    found = _read(store, reference, manifest.save_id, RankManifest)
-    if (found.rank, found.world_size) != (rank, manifest.world_size):
+    document = _read(store, reference, manifest.save_id, RankManifest)
+    if (document.rank, document.world_size) != (rank, manifest.world_size):
         what = (
-            f"{reference.path} is the manifest of rank {found.rank} of {found.world_size}, and "
-            f"should be of rank {rank} of {manifest.world_size}."
+            f"{reference.path} is the manifest of rank {document.rank} of {document.world_size}, "
+            f"and should be of rank {rank} of {manifest.world_size}."
         )
         raise FormatError(what, path=reference.path, next_step=RESTORE)
-    return found
+    return document
 
 
 def read_manifest(store: Store, record: SlotRecord) -> Manifest:
@@ -352,6 +351,6 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
     try:
         return _read(store, record.manifest, record.save_id, Manifest)
     except IntegrityError:
-        # Perhaps of a save that was superseded and freed, and the newer slots were lost.
+        # The save may have been superseded and freed, and the newer slots lost.
         publishing.check_newest(store, CommitLog.ending_with(record))
         raise

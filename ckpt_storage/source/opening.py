@@ -1,4 +1,4 @@
-"""What lies at the root of a store, whatever wrote it; and why nothing can be loaded from there."""
+"""Opens the checkpoint at the root of a store, of any writer, or explains why there is none."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
 
 _OWN_FOLDERS = frozenset({f"{COMMITS}/", f"{SAVES}/"})
 
-_MAX_LOOKS = 5
-"""How often the head is looked for while saves overwrite what was found."""
+_MAX_ATTEMPTS = 5
+"""Reads of the head while saves keep overwriting it."""
 
 
 def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, CommittedSource | None]:
     """Return the slots, and the checkpoint at their head if there is one."""
-    for looks_left in reversed(range(_MAX_LOOKS)):
-        found = slotlog.read_log(store, for_reader=True)
-        if found.head is None:
+    for attempts_left in reversed(range(_MAX_ATTEMPTS)):
+        commit_log = slotlog.read_log(store, for_reader=True)
+        if commit_log.head is None:
             break
         if not store.capabilities.is_remote:
-            # Elsewhere it costs two requests: `open_newest`, and who publishes, look there.
-            publishing.check_newest(store, found)
+            # On remote storage it costs two requests, which `open_newest` and publishers make.
+            publishing.check_newest(store, commit_log)
         try:
-            manifest = read_manifest(store, found.head)
+            manifest = read_manifest(store, commit_log.head)
         except CheckpointGoneError:
-            # Overwritten, and freed, since the look at the head.
-            if not looks_left:
+            # It was overwritten and freed since its head was read.
+            if not attempts_left:
                 raise
         else:
-            return found, CommittedSource(store, found.head, manifest, options)
-    return found, None
+            return commit_log, CommittedSource(store, commit_log.head, manifest, options)
+    return commit_log, None
 
 
 def open_source(store: Store, options: TransferOptions) -> Source:
-    """Return the checkpoint at the root of `store`, whatever wrote it.
+    """Return the checkpoint at the root of `store`, of any writer.
 
-    Costs two small reads, side by side, and the manifest for one of ours. Else the folder is listed
-    before anything is read that tells of another writer's tensors; twice if they lie in folders.
+    Costs two small reads, side by side, and the manifest for a checkpoint of ours. Otherwise the
+    folder is listed before the metadata of another writer is read; twice if files lie in folders.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
     is_deep = False
     while True:
-        found, ours = _committed(store, options)
+        commit_log, ours = _committed(store, options)
         if ours is not None:
             return ours
-        source = _open_foreign(store, found, options, is_deep=is_deep)
+        source = _open_foreign(store, commit_log, options, is_deep=is_deep)
         if is_deep or not any("/" in path for path in source.paths):
             return source
-        # A save that ends between the listing and `.metadata` is seen by it.
+        # The listing comes first, so that it shows a save that ends before `.metadata` is read.
         is_deep = True
 
 
 def open_newest(store: Store, options: TransferOptions) -> Source:
-    """Do as `open_source`, and look on remote storage, too, whether another tool saved over ours.
+    """Do as `open_source`, and check on remote storage, too, that no other tool saved over ours.
 
-    That takes two small requests more. Raises `FormatError` for a newer save of another tool.
+    That costs two small requests. Raises `FormatError` for a newer save of another tool.
     """
     source = open_source(store, options)
     if isinstance(source, CommittedSource) and store.capabilities.is_remote:
@@ -84,41 +84,41 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
 
 
 def _open_foreign(
-    store: Store, found: CommitLog, options: TransferOptions, *, is_deep: bool
+    store: Store, commit_log: CommitLog, options: TransferOptions, *, is_deep: bool
 ) -> ForeignSource:
-    """Return another writer's checkpoint; its files are listed before their description is read."""
+    """Return another writer's checkpoint; its files are listed before its metadata is read."""
     entries = listed(store, recursive=is_deep)
-    marks = FileVersions.of_listing(entries, is_deep=is_deep)
+    versions = FileVersions.of_listing(entries, is_deep=is_deep)
 
     def read_stock() -> HeadRef | StockSource | None:
         content = slotlog.read_stock(store)
         if content is None:
             return None
-        # One without a footer may bear the name of one of ours that was deleted: its slots stay.
-        named = split_footer(content.data)[1]
-        return named or open_stock(store, content.data, marks, options)
+        # Without a footer it may lie beside the slots of a checkpoint of ours that was deleted.
+        head_ref = split_footer(content.data)[1]
+        return head_ref or open_stock(store, content.data, versions, options)
 
-    named = read_twice(store, STOCK_METADATA, read_stock)
-    if isinstance(named, StockSource):
-        return named
-    if named is not None and found.last is None:
+    stock = read_twice(store, STOCK_METADATA, read_stock)
+    if isinstance(stock, StockSource):
+        return stock
+    if stock is not None and commit_log.last is None:
         raise FormatError(
-            f"{store.url} has .metadata of save {named.save_id} in slot {named.slot}, but "
+            f"{store.url} has .metadata of save {stock.save_id} in slot {stock.slot}, but "
             "slot 1 cannot be found: there is no commits/ folder, or it lost files.",
             path=COMMITS,
             next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
             "can load it as it is, without checksums.",
         )
-    if named is not None:
-        publishing.check_slots(store, found, slotlog.read_stock_tail(store))
-    if any(name.endswith(".safetensors") for name in marks.of) and found.last is None:
-        return open_safetensors(store, marks, options)
-    raise _nothing(store, found, [entry.path for entry in entries])
+    if stock is not None:
+        publishing.check_slots(store, commit_log, slotlog.read_stock_tail(store))
+    if any(name.endswith(".safetensors") for name in versions.of) and commit_log.last is None:
+        return open_safetensors(store, versions, options)
+    raise _no_checkpoint(store, commit_log, [entry.path for entry in entries])
 
 
-def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
-    """Return the error that says why nothing can be loaded, and what to do."""
-    deleted = deletion.tombstone_of(store, found)
+def _no_checkpoint(store: Store, commit_log: CommitLog, names: list[str]) -> Exception:
+    """Return the error that explains why nothing can be loaded."""
+    deleted = deletion.tombstone_of(store, commit_log)
     if deleted is not None:
         by = f"by process {deleted.pid} on {deleted.host}"
         return CheckpointGoneError(
@@ -147,7 +147,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Wait for the save to end, or load an earlier checkpoint.",
         )
-    # A save that was refused leaves its folders empty.
+    # A refused save leaves empty folders.
     names = [name for name in names if name not in _OWN_FOLDERS]
     folders = [name for name in names if name.endswith("/")]
     what = "is empty or does not exist"

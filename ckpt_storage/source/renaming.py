@@ -1,4 +1,4 @@
-"""Other names for the values of a checkpoint, by one rule for loads and exports."""
+"""Renaming of the values of a checkpoint, alike in loads and exports."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def new_names(
     what: str = "value of the checkpoint",
     refused: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the new name of each of `fqns`, which are each a `what`, in their order.
+    """Return the new name of each of `fqns`, in their order; `what` describes one in errors.
 
-    A mapping leaves names that it does not list to `default`. Raises `InvalidInputError` for an
-    entry that names none of them, for two equal new names, and for what cannot be a name:
-    `refused`, an empty text or none at all.
+    `default` makes the names that a mapping does not list. Raises `InvalidInputError` for an entry
+    of the mapping that is not in `fqns`, for two equal new names, and for invalid ones: those in
+    `refused`, an empty text or another type.
     """
     listed: Mapping[str, str] = {} if rename is None or callable(rename) else rename
     absent = sorted(listed.keys() - set(fqns))
@@ -54,7 +54,7 @@ def new_names(
             raise InvalidInputError(
                 f"{fqn} would be called {name!r:.80}.",
                 next_step="Have rename= give it a name that is text"
-                f"{''.join(f' and not {one}' for one in refused)}.",
+                f"{''.join(f' and not {each}' for each in refused)}.",
             )
         if taken.setdefault(name, fqn) != fqn:
             raise InvalidInputError(

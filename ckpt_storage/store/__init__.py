@@ -18,7 +18,7 @@ from .backend import (
 )
 from .location import Location, anchored, endpoint_of, redacted_url
 from .registry import open_store, register_backend
-from .threads import moved as report_progress
+from .threads import report_progress
 
 __all__ = [
     "Backend",

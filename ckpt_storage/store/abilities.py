@@ -1,7 +1,7 @@
-"""What a storage was seen to do: one record for all who use it in this process.
+"""The observed abilities of storages: one record per storage for all users in this process.
 
-A record is of one `Store.scope`: endpoint, bucket and options. A bucket with versions, another
-policy or other credentials may change each answer.
+A record belongs to a `Store.scope`: endpoint, bucket and options. Versioning of a bucket, policies
+and credentials may change each ability.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["Abilities", "find_record", "forget", "forget_all", "remember"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What one storage does; None: not tried yet. A problem is "" where there is none.
+    """What one storage does; None: not probed yet. A problem is "" if there is none.
 
-    create_problem: creating an object only if nothing is there (I4).
-    hides_absence: what is not there is "forbidden" to these credentials: they may not list.
-    replace_problem: replacing an object only if it is of a version.
-    delete_problem: deleting it only if it is of a version.
+    create_problem: why an object is not created only if nothing is there (I4).
+    hides_absence: absent objects are "forbidden", as these credentials may not list.
+    replace_problem: why an object is not replaced only if it has a version.
+    delete_problem: why an object is not deleted only if it has a version.
     copies_parts: whether it copies a range of an object as a part of an upload.
     """
 
@@ -31,25 +31,25 @@ class Abilities:
     copies_parts: bool | None = None
 
 
-# Keyed by process too: a child of fork asks anew, with clients of its own.
+# By process, too: a child of fork probes again, with clients of its own.
 _RECORDS: dict[tuple[int, Hashable], Abilities] = {}
 
 
 def find_record(scope: Hashable) -> Abilities | None:
-    """Return what this process has seen of a storage, if anything."""
+    """Return the record of a storage, if it was probed."""
     return _RECORDS.get((os.getpid(), scope))
 
 
 def remember(scope: Hashable, record: Abilities) -> None:
-    """Keep what was seen of a storage."""
+    """Store the record of a storage."""
     _RECORDS[os.getpid(), scope] = record
 
 
 def forget_all() -> None:
-    """Drop what was seen of all storages, as a new process does."""
+    """Drop all records, as in a new process."""
     _RECORDS.clear()
 
 
 def forget(scope: Hashable) -> None:
-    """Drop what was seen: an answer contradicts it, so that the next one who asks tries anew."""
+    """Drop a record that a response contradicts, so that the storage is probed again."""
     _RECORDS.pop((os.getpid(), scope), None)

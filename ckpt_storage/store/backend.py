@@ -1,4 +1,4 @@
-"""What a storage has to do to hold checkpoints: the seam that third parties implement."""
+"""The interface of storages, which third parties implement."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeAlias
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
 
-from .threads import moved
+from .threads import report_progress
 
 Buffers: TypeAlias = Sequence[memoryview]
-"""Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
+"""Consecutive bytes, as views of format "B"; the caller may reuse them after the call."""
 
 Range: TypeAlias = tuple[int, memoryview]
-"""The first byte to read, and the memory to fill from there on."""
+"""The offset of the first byte to read, and the memory to fill."""
 
 DELETE_COUNT = 1000
 """Most paths of one `Backend.delete`."""
@@ -27,30 +27,31 @@ Kind: TypeAlias = Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a storage can do, known without a request.
+    """What a storage can do, without a request.
 
     kind: family of storages, for messages and tuning.
     is_remote: a request costs a network round trip.
-    shared: other processes see what this one writes.
+    shared: other processes see the writes of this one.
     exclusive_create: the storage decides `put(if_absent=True)` in one step. Without it only one
         job may save to a place at a time.
     if_match: the storage decides `put(if_match=...)` in one step.
     atomic_replace: while an object is replaced, readers see the old or the new one.
-    parallel_parts: parts may come in any order, from several threads.
-    min_part_bytes: least size of a part that is not the last.
+    parallel_parts: parts may be put in any order, from several threads.
+    min_part_bytes: least size of a part, except the last.
     max_part_bytes, max_part_count, max_put_bytes: limits; None where there is none.
-    part_multiple_bytes: every part but the last is a multiple of this.
-    part_alignment_bytes: where parts of two processes meet, the offset is a multiple of this.
-    streams_parts: parts are sent from where they lie; else memory for one copy is reckoned with.
+    part_multiple_bytes: the size of every part but the last is a multiple of this.
+    part_alignment_bytes: the offset between parts of two processes is a multiple of this.
+    streams_parts: parts are sent without a copy; else memory for a copy is claimed.
     tokens_travel: another process may use the token of an upload.
-    last_part_publishes: the storage takes the last part only with the completion. The facade then
-        calls `put_part(last=True)` just before `complete_upload`, and repeats both as one.
+    last_part_publishes: the storage accepts the last part only with the completion. `Store` then
+        calls `put_part(last=True)` just before `complete_upload`, and retries both as one.
     lists_uploads: `list_uploads` finds open uploads.
     has_temporary_files: uploads are temporary files beside their target, which `list_uploads` finds
         with the time of their last change, and `abort_upload` removes.
     copies_objects: `copy_object` copies whole objects.
+    copies_with_checksum: `copy_object` returns the CRC-32C of the copy.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
-        smaller); None: it copies nothing.
+        smaller); None: it copies no parts.
     """
 
     kind: Kind
@@ -72,6 +73,7 @@ class Capabilities:
     lists_uploads: bool = False
     has_temporary_files: bool = False
     copies_objects: bool = False
+    copies_with_checksum: bool = False
     copy_min_bytes: int | None = None
     copy_max_bytes: int | None = None
 
@@ -80,9 +82,10 @@ class Capabilities:
 class ObjectInfo:
     """One object, or a folder in a listing (its path ends in "/").
 
-    modified_s: time of the last change in Unix seconds by the storage's clock, if it tells.
-    version: what `put(if_match=...)` and `delete_version` take; None where there is none.
-    write_id: what the object was written with, where the storage keeps it.
+    modified_s: time of the last change in Unix seconds by the storage's clock, if reported.
+    version: for `put(if_match=...)` and `delete_version`; None if the storage has none.
+    write_id: that of the write, if the storage keeps it.
+    link_count: how many names a file has in its file system; 1 elsewhere.
     """
 
     path: str
@@ -90,11 +93,12 @@ class ObjectInfo:
     modified_s: float | None = None
     version: str | None = None
     write_id: str | None = None
+    link_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A whole small object and its version, from one answer."""
+    """A whole small object and its version, from one response."""
 
     data: bytes
     version: str | None = None
@@ -102,10 +106,11 @@ class Content:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part that the storage has taken; JSON, so that it travels between processes.
+    """One part of an upload; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; S3 wants them without a gap.
-    receipt: what the storage needs back at the end. crc32c: of a copied part, from the storage.
+    number: from 0, ascending with the offsets; S3 requires them without a gap.
+    receipt: what `put_part` returned and `complete_upload` needs.
+    crc32c: CRC-32C of the bytes, of a copied part as the storage reports it; None: not computed.
     """
 
     number: int
@@ -120,7 +125,7 @@ class Part:
 
     @classmethod
     def from_json(cls, values: Sequence[int | str | None]) -> Part:
-        """Return the part that `to_json` spelt. Raises `ValueError` for anything else."""
+        """Return the part of `to_json`. Raises `ValueError` for other values."""
         kinds = (int, int, int, str, int | None)
         if len(values) != len(kinds) or not all(map(isinstance, values, kinds)):
             raise ValueError(f"{values!r} is no part")
@@ -132,7 +137,7 @@ class Part:
 class CopySource:
     """An object that `copy_part` and `copy_object` can copy to roots of the same `scope`.
 
-    address: where it lies in the storage. path: for messages. None of these holds credentials.
+    address: its name in the storage. path: for messages. None of these holds credentials.
     """
 
     scope: str
@@ -144,7 +149,7 @@ class CopySource:
 class PartCopy:
     """A part whose bytes are `length` of `source` from `start` on.
 
-    source_bytes: the length that the whole source must have; None if nobody knows.
+    source_bytes: the length that the whole source must have; None if unknown.
     """
 
     number: int
@@ -169,7 +174,7 @@ class OpenUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of an opener of backends beside the location; `request_timeout_s` is of a call.
+    """Arguments of backends besides the location; `request_timeout_s` is that of a call.
 
     sync_files, page_cache: as for `save`; for file systems.
     """
@@ -180,10 +185,10 @@ class Settings:
 
 
 class ShortReadError(Exception):
-    """The answer to a read ended early: the first byte that is missing is at `position`."""
+    """The response to a read ended early: the first missing byte is at `position`."""
 
     def __init__(self, position: int) -> None:
-        super().__init__(f"the answer ended before byte {position}")
+        super().__init__(f"the response ended before byte {position}")
         self.position = position
 
 
@@ -193,10 +198,9 @@ class Backend(abc.ABC):
     Paths are relative to the root, use "/", and are "" only in `list`. Methods block, are called
     from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
     `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
-    are understood, `StorageError(kind=...)` says it exactly. `Store` has deadlines, repeats and
-    error texts. Making a backend asks nothing of the storage. A call that makes many requests calls
-    `report_progress` after each, since one that is silent for `Settings.request_timeout_s` is given
-    up.
+    are understood, `StorageError(kind=...)` is exact. `Store` adds deadlines, retries and error
+    texts. The constructor sends no request. A call that makes many requests calls `report_progress`
+    after each, as a call without progress for `Settings.request_timeout_s` is abandoned.
     """
 
     capabilities: Capabilities
@@ -209,14 +213,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Return a whole small object and its version, from one answer, never from a cache.
+        """Return a whole small object and its version, from one response, never from a cache.
 
-        Of one longer than `max_bytes` do not read all: raise `IntegrityError`, or return any more
-        than that.
+        Do not read all of an object longer than `max_bytes`: raise `IntegrityError`, or return
+        more than `max_bytes`.
         """
 
     def tail(self, path: str, byte_count: int) -> Content:
-        """Return the end of an object, `byte_count` bytes or all of a shorter one, and its version.
+        """Return the last bytes of an object, or all of a shorter one, and its version.
 
         Raise `ShortReadError` if the object was replaced by a shorter one meanwhile.
         """
@@ -230,8 +234,8 @@ class Backend(abc.ABC):
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Fill the memory of each range; return the object's size, if the storage reports it.
 
-        Take the next range only when the last one is filled: it is checked then. Raise
-        `ShortReadError`, or what means HTTP's 416, if the object, or the answer, ends within one.
+        Take the next range only once the one before it is filled: it is checked then. Raise
+        `ShortReadError`, or an HTTP status of 416, if object or response end within a range.
         """
 
     @abc.abstractmethod
@@ -244,41 +248,40 @@ class Backend(abc.ABC):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put a whole object: visible only complete, durable on return, replaces what is there.
+        """Put a whole object: visible only complete, durable on return, replaces an existing one.
 
-        if_absent: raise `FileExistsError` if something is there; one step of the storage.
-        if_match: raise `StorageError(kind="precondition")` unless that version is there. A refused
-        condition, such as HTTP's 412, means the one or the other. A condition that `capabilities`
-        does not declare never comes.
-        write_id: kept with the object, where the storage can.
+        if_absent: raise `FileExistsError` if an object exists; decided by the storage in one step.
+        if_match: raise `StorageError(kind="precondition")` unless it has that version. An HTTP
+        status of 412 means either. Conditions that `capabilities` does not declare are not passed.
+        write_id: stored with the object, if the storage can.
         """
 
     @abc.abstractmethod
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         """Yield the objects below a folder, one page a request; nothing if there is no folder.
 
-        Not recursive: direct children; folders have a path that ends in "/" and size 0. Any
-        order. Temporary files of uploads are no objects.
+        Not recursive: direct children; folders have a path that ends in "/" and size 0. In any
+        order, without the temporary files of uploads.
         """
 
     @abc.abstractmethod
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete at most 1,000 objects; one that is not there is no error."""
+        """Delete at most 1,000 objects; an absent one is no error."""
 
     @abc.abstractmethod
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """Begin an object in parts and return a token, which the other calls take.
+        """Begin an object in parts and return a token for the other calls.
 
-        copies: `copy_part` may be called for it, so the storage is to tell checksums of parts.
+        copies: `copy_part` may be called, so ask the storage for checksums of parts.
         """
 
     @abc.abstractmethod
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Store one part and return a receipt. The same part may come again with the same bytes.
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        """Store one part and return a receipt; may be repeated with the same bytes.
 
-        A storage that cannot take it again raises `StorageError(retryable=False)` then.
+        A storage that verifies CRC-32C gets `part.crc32c`, if it is known, so that it refuses bytes
+        that changed since. A storage that cannot take a part twice raises
+        `StorageError(retryable=False)` then.
         """
 
     @abc.abstractmethod
@@ -287,63 +290,63 @@ class Backend(abc.ABC):
     ) -> None:
         """Make the object of these parts visible and durable; `parts` cover it without a gap.
 
-        Replaces what is there. May be called again after any error that is not final.
+        Replaces an existing object. May be called again after any error that is not final.
         """
 
     @abc.abstractmethod
     def abort_upload(self, path: str, token: str) -> None:
-        """Discard what was sent; one that is gone is no error.
+        """Discard the parts; idempotent.
 
-        With a token of `list_uploads`, `path` is "" if that did not tell it.
+        With a token of `list_uploads`, `path` is "" if that did not report it.
         """
 
-    def close(self) -> None:  # noqa: B027  # nothing to let go of
-        """Let go of connections; the backend may be used again after it."""
+    def close(self) -> None:  # noqa: B027  # no connections by default
+        """Close connections; the backend may be used again after it."""
 
-    def refresh(self) -> None:  # noqa: B027  # nothing to look up
+    def refresh(self) -> None:  # noqa: B027  # no credentials by default
         """Look credentials up again: those in use were refused."""
 
     def drop_caches(self, path: str) -> None:
-        """Have the next read of an object come from the storage, over a new connection.
+        """Make the next read of an object come from the storage, over a new connection.
 
-        Called once an answer did not match its checksum. Drop what this host caches of the object,
-        and connections to the storage; caches behind a mount or a gateway stay.
+        Called after a checksum mismatch. Drop this host's caches of the object and connections to
+        the storage; caches behind a mount or a gateway stay.
         """
         del path
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make the root and these folders below it, where the storage has such things."""
+        """Create the root and these folders below it, if the storage has folders."""
         del folders
 
     def durability_problem(self) -> str:
-        """Return why what was written successfully may still be lost, "" if it may not."""
+        """Return why successful writes may still be lost; "" if they may not."""
         return ""
 
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it."""
         paths = (info.path for info in self.list(path, recursive=True))
         while page := tuple(itertools.islice(paths, DELETE_COUNT)):
-            moved()
+            report_progress()
             self.delete(page)
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete an object if it is of that version, in one step of the storage.
+        """Delete an object if it has that version; decided by the storage in one step.
 
-        Raise `StorageError(kind="precondition")` for another version; for one that is not there, or
-        nothing. Raise `UnsupportedByStoreError` where the storage does not decide it.
+        Raise `StorageError(kind="precondition")` for another version; for an absent object, raise
+        it or do nothing. Raise `UnsupportedByStoreError` if the storage does not decide it.
         """
         raise UnsupportedByStoreError(f"{path} of {version} is not deleted.", kind="unsupported")
 
     def flush_parts(self, path: str, token: str) -> None:
-        """Make the parts durable that this process has put, before another one completes.
+        """Make the parts that this process has put durable, before another one completes.
 
         A failure is final: neither this nor the completion may succeed after it.
         """
         del path, token
 
     def leave_upload(self, path: str, token: str) -> None:
-        """Let go of an upload that another process began, and will complete or abort."""
+        """Stop using an upload that another process began, and will complete or abort."""
         del path, token
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:  # noqa: ARG002
@@ -351,11 +354,11 @@ class Backend(abc.ABC):
         return iter(())
 
     def copy_source(self, path: str) -> CopySource | None:  # noqa: ARG002
-        """Return the object as copies take it, None if they cannot; "" stands for the root."""
+        """Return the object as a source of copies, None without copies; "" is the root."""
         return None
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
-        """Have the storage copy bytes of another object as one part.
+        """Copy bytes of another object within the storage as one part.
 
         Raise `IntegrityError` if the source's length is known and is not `copy.source_bytes`.
         """
@@ -365,15 +368,16 @@ class Backend(abc.ABC):
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
         """Put an object equal to another one of this storage; return its CRC-32C if reported.
 
-        No byte passes here; a file system gives the file a second name. Visible only complete,
-        durable on return, replaces what is there, may be repeated. Raise `UnsupportedByStoreError`
-        where this object cannot be copied so, `IntegrityError` if it has not `size_bytes`.
+        No byte passes through this process; a file system links the file. Visible only complete,
+        durable on return, replaces an existing object, may be retried. Raise
+        `UnsupportedByStoreError` if this object cannot be copied so, `IntegrityError` for another
+        size than `size_bytes`.
         """
         del source, size_bytes
         raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
 
     def server_time(self, probe_path: str) -> float:
-        """Return the storage's clock in Unix seconds, by an object that is put and deleted."""
+        """Return the storage's clock in Unix seconds, by putting and deleting an object."""
         self.put(probe_path, [memoryview(b"clock\n")])
         modified_s = self.stat(probe_path).modified_s
         self.delete([probe_path])
@@ -384,5 +388,5 @@ class Backend(abc.ABC):
         return modified_s
 
     def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002
-        """Return what an exception of this storage's client means; None: what it means anywhere."""
+        """Return the error for an exception of this storage's client; None: the default one."""
         return None

@@ -1,17 +1,18 @@
-"""One storage as it is called: each call ends in time, and is repeated where that is right.
+"""Calls of a backend: each ends by its deadline, and is retried where that is safe.
 
-Below it is a backend that may raise anything, above it there are only `CheckpointError`s.
+A backend may raise anything; what leaves here is a `CheckpointError`.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from random import SystemRandom
-from typing import Literal, NoReturn, Self, TypeVar
+from typing import Literal, Self, TypedDict, TypeVar
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.options import RetryPolicy
@@ -19,31 +20,48 @@ from ckpt_storage.options import RetryPolicy
 from .backend import Backend, Capabilities
 from .deadline import LOOK_S, Deadline
 from .problems import explain
-from .threads import TimedPool, moved
+from .threads import TimedPool, report_progress
 
 log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
 Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
-"""When a call that failed is made again.
+"""When a call that failed is retried.
 
-"always": it is idempotent. "unless-abandoned": it is, but uses the caller's memory.
-"if-nothing-done": only after an error that proves the storage did nothing.
+"always": it is idempotent. "unless-abandoned": it is idempotent, but uses the caller's memory.
+"if-nothing-done": only after an error that proves that the storage did nothing.
 """
 
-# Answers, which waiting does not change; credentials are repeated only after a refresh.
-_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "refused", "unsupported"})
+# Waiting does not change these responses; credentials are retried only after a refresh.
+_NOT_RETRIED = frozenset(
+    {"credentials", "exists", "not-found", "precondition", "refused", "unsupported"}
+)
 
 # Ranks forked from one process must not share a sequence of delays.
 _system_random = SystemRandom().random
 
 CLEAN_UP_S = 3.0
-"""What discarding a failed upload may take: its saver must report within 5 s of its deadline."""
+"""How long discarding a failed upload may take: a save reports within 5 s of its deadline."""
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of `Calls`.
+
+    scrub: removes credentials from messages. request_timeout_s: of one attempt.
+    clock, sleep, random: stand in for time in tests.
+    """
+
+    scrub: Callable[[str], str]
+    policy: RetryPolicy | None
+    request_timeout_s: float
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+    random: Callable[[], float]
 
 
 class Calls:
-    """Makes the calls of one root, in any thread and in children of fork."""
+    """Calls of the backend of one root, from any thread and from children of fork."""
 
     def __init__(
         self,
@@ -53,17 +71,12 @@ class Calls:
         scrub: Callable[[str], str] = str,
         policy: RetryPolicy | None = None,
         request_timeout_s: float = 300.0,
-        scope: Callable[[], Hashable] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = _system_random,
     ) -> None:
-        """Take a backend, or what makes it in the first call; an attempt has `request_timeout_s`.
-
-        `url` names the root for messages, `scrub` takes credentials out of them, and `scope` tells
-        what is one storage. `clock`, `sleep` and `random` stand in for time in tests.
-        """
-        self.url, self.scope, self.policy = url, scope, policy or RetryPolicy()
+        """Take a backend, or a function that makes it in the first call; `url` is for messages."""
+        self.url, self.policy = url, policy or RetryPolicy()
         self.deadline = Deadline("commit", math.inf)
         self._scrub, self._request_timeout_s = scrub, request_timeout_s
         self._clock, self._sleep, self._random = clock, sleep, random
@@ -71,19 +84,13 @@ class Calls:
         self._cancelled: Callable[[], bool] = bool
         self._throttled: Callable[[], object] = bool
         self._is_view = False
-        # From here on shared by all views. Of two threads that open it at once, both go on with one
-        # backend; of renewed credentials there is an entry for each time.
+        # The rest is shared by all views. Two threads that open a backend at once both use the
+        # first. `_refreshed` has an entry for each time that credentials were renewed.
         self._open = backend
         self._opened: list[Backend] = [backend] if isinstance(backend, Backend) else []
         self._pool = TimedPool("ckpt-storage io")
         self._refreshing = threading.Lock()
         self._refreshed: list[None] = []
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("A Store is not pickled; open it again from its Location.")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -102,12 +109,7 @@ class Calls:
         *,
         throttled: Callable[[], None] | None = None,
     ) -> Self:
-        """Return this store with every call, repeats included, ending by `deadline`.
-
-        Closing it does nothing. Once `cancelled` returns True no attempt is begun any more. Once
-        what the deadline belongs to has failed, those under way are left behind, too. `throttled`
-        is called after every answer that asks for fewer requests.
-        """
+        """Return a view whose calls, retries included, end by `deadline`; see `Store.bounded`."""
         return self._view(
             deadline=deadline,
             _deadlines=(*self._deadlines, deadline),
@@ -116,12 +118,12 @@ class Calls:
         )
 
     def cleaning_up(self) -> Self:
-        """Return this store with a deadline of its own, near and for discarding what failed."""
+        """Return a view with a short deadline of its own, which no cancellation ends."""
         return self._view(_deadlines=(Deadline("write", CLEAN_UP_S, self._clock),), _cancelled=bool)
 
-    def _view(self, **changed: object) -> Self:
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__, _is_view=True, **changed)
+    def _view(self, **changes: object) -> Self:
+        view = copy.copy(self)
+        view.__dict__.update(changes, _is_view=True)
         return view
 
     def run(
@@ -133,9 +135,9 @@ class Calls:
         repeat: Repeat = "always",
         extra_s: float = 0.0,
     ) -> T:
-        """Return what `call` makes of the backend, within deadline and repeated if that is right.
+        """Return what `call` returns for the backend, by the deadline and retried as `repeat` says.
 
-        `operation` names it for messages. `extra_s` (seconds) lengthens each attempt.
+        `operation` is a noun for messages. `extra_s` (seconds) lengthens each attempt.
         """
         seen_count, may_refresh = len(self._refreshed), True
         start_s, attempt = self._clock(), 1
@@ -152,7 +154,7 @@ class Calls:
                 continue
             may_repeat = (
                 failure.retryable
-                and failure.kind not in _NEVER
+                and failure.kind not in _NOT_RETRIED
                 and attempt < self.policy.attempt_count
                 and (repeat != "if-nothing-done" or nothing_was_done(failure))
             )
@@ -162,13 +164,13 @@ class Calls:
                 try:
                     raise failure
                 finally:
-                    # The traceback leads to this frame, and the frame must not lead back.
+                    # The traceback refers to this frame: break the cycle.
                     del failure
-            # Kept no longer than this, since its traceback holds the caller's buffers.
+            # Its traceback holds the caller's buffers: keep it no longer.
             del failure
             attempt += 1
             for deadline in self._deadlines[-1:]:
-                deadline.watch.retried()
+                deadline.monitor.retried()
 
     def _once(
         self,
@@ -181,35 +183,35 @@ class Calls:
     ) -> T:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
-            text = f"The {what} was not begun, because what it belongs to has failed."
+            text = f"The {what} was not begun, because its operation has failed."
             raise StorageError(text, kind="not-begun", next_step="Look at the first failure.")
         if left_s <= 0:
             text = f"The {what} was not begun, because its deadline has passed."
             step = "Raise the timeout of the phase, or find out what was slow."
             raise StorageError(text, kind="not-begun", next_step=step)
         return self._pool.run(
-            lambda: self._bordered(operation, path, call),
+            lambda: self._translate_errors(operation, path, call),
             timeout_s=min(self._request_timeout_s + extra_s, left_s),
             most_s=left_s,
             what=what,
             repeatable=repeat == "always",
-            cancelled=self._has_failed if self._is_watched() else None,
+            cancelled=self._has_failed if self._is_monitored() else None,
         )
 
-    def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
-        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
+    def _translate_errors(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
+        """Return what `call` returns; translate each foreign exception into a `StorageError`."""
         try:
             if not self._opened and not isinstance(self._open, Backend):
                 self._opened.append(self._open())
             return call(self._opened[0])
         except Exception as error:  # noqa: BLE001  # backends raise any type
             failure = [self.explain(error, operation, path)]
-        # Not raised where it was caught: the foreign one may carry credentials, and its traceback
-        # the caller's buffers. That of this one leads here, and nothing here leads back to it.
+        # Raised outside of the handler, so without a context: the foreign exception may hold
+        # credentials, and its traceback the caller's buffers. The list keeps no reference to it.
         raise failure.pop()
 
     def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
-        """Return what an exception of the backend means, without credentials."""
+        """Return the error that describes an exception of the backend, without credentials."""
         known = self._opened[0] if self._opened else None
         if known is not None and not isinstance(error, CheckpointError):
             try:
@@ -219,33 +221,32 @@ class Calls:
         if isinstance(error, CheckpointError) and not isinstance(error, StorageError):
             return error
         where, limit_s = "" if known is None else known.endpoint, self._request_timeout_s
-        what = operation, self.shown(path)
-        return explain(error, *what, endpoint=where, timeout_s=limit_s, scrub=self._scrub)
+        shown = self.shown(path)
+        return explain(
+            error, operation, shown, endpoint=where, timeout_s=limit_s, scrub=self._scrub
+        )
 
     def pause(self, attempt: int) -> bool:
-        """Sleep as after an attempt that failed; return whether there is time for another one.
-
-        Delays have full jitter (see `RetryPolicy`).
-        """
+        """Sleep after a failed attempt, with full jitter; return whether another one may begin."""
         ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
         delay_s = self._random() * min(self.policy.max_delay_s, ceiling_s)
-        moved()
+        report_progress()
         if delay_s >= self._left_s():
             return False
         while delay_s > 0 and not self._is_over():
-            step_s = min(LOOK_S, delay_s) if self._is_watched() else delay_s
+            step_s = min(LOOK_S, delay_s) if self._is_monitored() else delay_s
             self._sleep(step_s)
             delay_s -= step_s
         return not self._is_over()
 
-    def _is_watched(self) -> bool:
-        return any(deadline.is_watched for deadline in self._deadlines)
+    def _is_monitored(self) -> bool:
+        return any(deadline.is_monitored for deadline in self._deadlines)
 
     def _has_failed(self) -> bool:
         return any(deadline.has_failed() for deadline in self._deadlines)
 
     def _is_over(self) -> bool:
-        """Return whether no attempt may be begun, whatever the time."""
+        """Return whether no attempt may begin, whatever the deadline."""
         return self._cancelled() or self._has_failed()
 
     def _left_s(self) -> float:
@@ -264,16 +265,17 @@ class Calls:
             self._refreshing.release()
 
     def close(self) -> None:
-        """Let go of connections and end the waiting threads; idempotent; nothing for a view.
+        """Close connections and end idle threads; idempotent; does nothing for a view.
 
-        A backend that cannot be closed, or not in time, is left as it is, with a warning.
+        A backend that does not close, or not in time, is logged.
         """
         if self._is_view:
             return
         try:
             if self._opened and type(self._opened[0]).close is not Backend.close:
-                last = self.cleaning_up()
-                last.run("closing", "", lambda backend: backend.close(), repeat="unless-abandoned")
+                self.cleaning_up().run(
+                    "closing", "", lambda backend: backend.close(), repeat="unless-abandoned"
+                )
         except CheckpointError as error:
             log.warning("%s was not closed: %s", self.url, error)
         finally:
@@ -283,7 +285,7 @@ class Calls:
 def nothing_was_done(error: StorageError) -> bool:
     """Return whether an error proves that the storage did not carry out the request.
 
-    It was not sent, no connection was made, or the storage refused it.
+    It was not sent, no connection was established, or the storage refused it.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):

@@ -1,9 +1,9 @@
-"""Tries out what a storage does: absence, exclusive creation (I4), ranges, versions.
+"""Probes what a storage does: absence, exclusive creation (I4), ranges, versions.
 
-Some servers ignore a condition, or spell it in their own way, so no class says it for a server. The
-coordinator of a save tries it once per process and `Store.scope`: the first half before a byte is
-written, the other while it looks at what is there. Raises `StorageError`, and keeps nothing, where
-there is no answer or no right to write.
+Some servers ignore conditions, or compare them in their own way, so no class decides for a server.
+The coordinator of a save probes once per process and `Store.scope`: creation before a byte is
+written, versions while ranks write. Without a response or the right to write it raises
+`StorageError` and stores no record.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .abilities import Abilities, find_record, forget, remember
 from .backend import Content, PartCopy
 from .store import Store
 
-_TRIES = 3
+_ATTEMPTS = 3
 _RANGE_START = 7
 _REFUSALS = frozenset({"permission", "precondition", "refused", "unsupported"})
 
 COPY_REFUSALS = frozenset({"permission", "unsupported"})
-"""Kinds of refusals of a copy after which its bytes are read and sent."""
+"""Kinds of errors of a copy after which its bytes are read and sent."""
 
 
 def find_abilities(store: Store) -> Abilities:
-    """Return what the storage was seen to do; creation is tried if that was not done before."""
+    """Return the storage's record; probe absence, creation and ranges if that was not done."""
     scope = store.find_scope()
     record = find_record(scope) or Abilities()
     if record.create_problem is None:
@@ -42,7 +42,7 @@ def find_abilities(store: Store) -> Abilities:
 
 
 def find_all_abilities(store: Store) -> Abilities:
-    """Return what the storage was seen to do with versions, too."""
+    """Return the storage's record with the probes of versions, too."""
     record = find_abilities(store)
     if record.replace_problem is None:
         replace_problem, delete_problem = try_versions(store, probe_path())
@@ -52,9 +52,9 @@ def find_all_abilities(store: Store) -> Abilities:
 
 
 def create_new(store: Store, path: str, data: bytes) -> None:
-    """Create an object in the way that the storage was seen to have; see `Store.create`."""
+    """Create an object in the way that the storage supports; see `Store.create`."""
     if find_abilities(store).create_problem:
-        store.create_alone(path, data)
+        store.create_unguarded(path, data)
         return
     try:
         store.create(path, data)
@@ -64,15 +64,15 @@ def create_new(store: Store, path: str, data: bytes) -> None:
 
 
 def replaces_by_version(store: Store) -> bool:
-    """Return whether the storage decides if the object it replaces is of a given version."""
+    """Return whether the storage replaces an object only if it has a given version."""
     return store.capabilities.if_match and not find_all_abilities(store).replace_problem
 
 
 def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None) -> None:
-    """Put a whole object in place of what was read there, None for nothing.
+    """Put a whole object in place of the content that was read there, None for nothing.
 
     Raises `StorageError` of kind "exists", "precondition" or "not-found" if it has changed. A
-    storage that does not decide it replaces whatever is there.
+    storage without conditions replaces whatever is there.
     """
     decides = replaces_by_version(store)
     try:
@@ -88,7 +88,7 @@ def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None)
 
 
 def copies_parts(store: Store, path: str, copy: PartCopy) -> bool:
-    """Return whether the storage makes a part of an upload by a copy; tried once, beside `path`."""
+    """Return whether the storage copies parts of uploads; probed once, beside `path`."""
     if not store.capabilities.is_remote:
         return True
     scope = store.find_scope()
@@ -100,9 +100,9 @@ def copies_parts(store: Store, path: str, copy: PartCopy) -> bool:
 
 
 def try_copy(store: Store, path: str, copy: PartCopy) -> bool:
-    """Copy the least that can be copied in an upload that is aborted; return whether that worked.
+    """Copy the smallest part in an upload that is aborted; return whether that worked.
 
-    Some servers pass over the source, and keep an empty part that cannot be replaced.
+    Some servers ignore the source, and keep an empty part that cannot be replaced.
     """
     length = min(copy.length, store.capabilities.copy_min_bytes or copy.length)
     upload = store.upload(path + probe_path(), copies=True)
@@ -113,16 +113,16 @@ def try_copy(store: Store, path: str, copy: PartCopy) -> bool:
             raise
         return False
     finally:
-        # What stays is aborted with the uploads of `path` that a dead run left.
+        # Otherwise it is aborted with the uploads of `path` that a dead run left behind.
         with contextlib.suppress(CheckpointError):
             upload.abort()
     return True
 
 
 def try_absence(store: Store, path: str) -> bool:
-    """Return whether a name that nothing bears is "not-found", and not "forbidden".
+    """Return whether an absent name is "not-found", and not "forbidden".
 
-    S3 forbids it only to credentials that may not list either.
+    S3 forbids it only to credentials that may not list.
     """
     try:
         store.stat(path)
@@ -144,14 +144,14 @@ def try_absence(store: Store, path: str) -> bool:
 def try_creation(store: Store, path: str) -> str:
     """Create a new name, read it back, create it again; return why creation is not exclusive.
 
-    Raises `StorageError` if what was written cannot be read back: nothing must be saved there.
+    Raises `StorageError` if the content cannot be read back: nothing may be saved there.
     """
     first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     with _removed(store, path):
         if not store.capabilities.exclusive_create:
             store.put(path, first)
             try_range(store, path, first)
-            return "This storage has no exclusive creation to offer."
+            return "This storage has no exclusive creation."
         try:
             store.create(path, first)
         except UnsupportedByStoreError as error:
@@ -163,7 +163,7 @@ def try_creation(store: Store, path: str) -> str:
 
 
 def _try_second_creation(store: Store, path: str, first: bytes, second: bytes) -> str:
-    for _ in range(_TRIES):
+    for _ in range(_ATTEMPTS):
         try:
             store.put_once(path, second, if_absent=True)
         except StorageError as error:
@@ -171,17 +171,17 @@ def _try_second_creation(store: Store, path: str, first: bytes, second: bytes) -
         else:
             return "The storage created a name a second time; it ignores the condition."
         if store.get(path).data != first:
-            return "The storage refused to create a name a second time, but did it."
+            return "The storage refused to create a name a second time, but replaced it."
         if failure.kind in {"exists", "precondition"}:
             return ""
         if failure.kind == "unsupported":
             return f"The storage refuses exclusive creation: {failure}"
-    # No answer: the request may never have reached the storage.
+    # Without a response the request may not have reached the storage.
     raise failure
 
 
 def try_range(store: Store, path: str, data: bytes) -> None:
-    """Read the end of an object that holds `data`; raise `StorageError` if other bytes come."""
+    """Read the end of an object that holds `data`; raise `StorageError` for other bytes."""
     for is_last in (False, True):
         target = bytearray(len(data) - _RANGE_START)
         store.read(path, [(_RANGE_START, memoryview(target))], size_bytes=len(data))
@@ -189,12 +189,12 @@ def try_range(store: Store, path: str, data: bytes) -> None:
             return
         if is_last:
             what = f"{store.shown(path)} was written, and other bytes were read back, twice."
-            step = "Look for a proxy or gateway that changes answers; nothing is saved here."
+            step = "Look for a proxy or gateway that changes responses; nothing is saved here."
             raise StorageError(what, path=store.shown(path), next_step=step)
 
 
 def try_versions(store: Store, path: str) -> tuple[str, str]:
-    """Replace and delete an object by an old version; return why either is not decided."""
+    """Replace and delete an object by an old version; return the problem of each, "" for none."""
     if store.capabilities.kind == "posix":
         return "A file system has no replacement by version.", ""
     with _removed(store, path):
@@ -205,7 +205,7 @@ def try_versions(store: Store, path: str) -> tuple[str, str]:
             if replace_problem:
                 store.replace(path, b"another\n")
         except StorageError as error:
-            # A retention policy, say: the first version of each object is the last.
+            # For example under a retention policy.
             if error.kind not in _REFUSALS:
                 raise
             what = f"The storage does not replace objects: {error}"
@@ -215,7 +215,7 @@ def try_versions(store: Store, path: str) -> tuple[str, str]:
 
 def _try_replacement(store: Store, path: str, old: str | None) -> str:
     if not store.capabilities.if_match:
-        return "This storage has no replacement by version to offer."
+        return "This storage has no replacement by version."
     try:
         store.replace(path, b"second\n", if_match=old)
     except StorageError as error:
@@ -233,7 +233,7 @@ def _try_replacement(store: Store, path: str, old: str | None) -> str:
 
 def _try_deletion(store: Store, path: str, old: str | None) -> str:
     if old is None:
-        return "The storage tells no versions."
+        return "The storage reports no versions."
     data = store.get(path).data
     try:
         store.delete_version(path, old)
@@ -248,7 +248,7 @@ def _try_deletion(store: Store, path: str, old: str | None) -> str:
 
 @contextlib.contextmanager
 def _removed(store: Store, path: str) -> Iterator[None]:
-    """Remove a name at the end; no right to delete is no reason to fail: it is a known leftover."""
+    """Remove a name at the end; without the right to delete, it is a known leftover."""
     try:
         yield
     finally:

@@ -393,7 +393,7 @@ def changed(path: str) -> StorageError:
     return StorageError(f"{path} is no longer of the version that was read.", kind="precondition")
 
 
-def stuck(path: str, what: str, *, retryable: bool = False) -> StorageError:
+def upload_error(path: str, what: str, *, retryable: bool = False) -> StorageError:
     """Return the error that an upload cannot go on."""
     step = "Try again later; the fault is the storage's." if retryable else "Save again."
     what = f"The upload of {path} {what}."

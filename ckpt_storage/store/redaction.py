@@ -1,4 +1,4 @@
-"""Keeping credentials out of everything that is printed, logged, raised or pickled."""
+"""Removes credentials from everything that is printed, logged, raised or pickled."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import quote, quote_plus
 
-# Shorter ones would blank parts of paths; where they are named they are hidden all the same.
+# Shorter values would blank out parts of paths.
 _LEAST_SECRET_CHARS = 6
 _LEAST_LINE_CHARS = 16
 
 _HARMLESS_OPTION = re.compile(
     "account_(host|name)|addressing_style|(base|endpoint)_url|host|project|region(_name)?|user(name)?"
 )
-"""Options that messages may show: they help to find the mistake and open no door."""
+"""Options that messages may show: they help to find a mistake and are not secret."""
 
 _HARMLESS_VALUES = frozenset({"anonymous", "browser", "google_default"})
 
@@ -21,14 +21,14 @@ _RANDOM = re.compile(
     r"(?=\S*[a-z])(?=\S*[A-Z])(?=\S*[0-9])(?!\S*://)[A-Za-z0-9+=_.~-][A-Za-z0-9+/=_.~-]{19,}"
     r"|[0-9A-Fa-f]{32,}"
 )
-"""What is hidden whatever its option is called: long, and neither plain text, a path nor a name."""
+"""Values that are hidden whatever the name of their option: long and random."""
 
-_TELLING_NAME = re.compile(
+_SECRET_NAME = re.compile(
     r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
 )
 
 _IN_URLS = (
-    # What follows "?" or "#": signatures of presigned URLs. And "user:password@".
+    # Signatures of presigned URLs, behind "?" or "#"; and "user:password@".
     (re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+"), r"\1***"),
     (re.compile(r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@"), "***@"),
 )
@@ -40,26 +40,26 @@ _MANGLED = re.compile(
     (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
     """
 )
-"""A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a password
-may hold slashes: those of AWS do."""
+"""A URL without its colon or a slash, and a bare "user:password@host". After a scheme a password
+may contain slashes, as secret keys of AWS do."""
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without signatures and passwords of the URLs in it."""
+    """Return `text` without signatures and passwords of its URLs."""
     for pattern, replacement in _IN_URLS:
         text = pattern.sub(replacement, text)
     return text
 
 
 def without_password(text: str) -> str:
-    """Return what a user gave as a URL, however misspelt, without secrets."""
+    """Return a user's URL, however misspelt, without secrets."""
     return _MANGLED.sub(r"\1***@", without_secrets(text))
 
 
 def scrubber(storage_options: object, *urls: str) -> Callable[[str], str]:
-    """Return what hides the credentials in options and URLs, however they are encoded in a text."""
+    """Return a function that hides the credentials of options and URLs in a text."""
     values = {*_secrets_in(storage_options), *_secrets_in(urls)}
-    # A secret may contain another; the longest goes first, so that no rest of it stays.
+    # The longest first, as a secret may contain another.
     spelt = sorted({form for value in values for form in _spellings(value)}, key=len, reverse=True)
 
     def scrub(text: str) -> str:
@@ -72,11 +72,11 @@ def scrubber(storage_options: object, *urls: str) -> Callable[[str], str]:
 
 def _secrets_in(options: object, name: str = "") -> Iterator[str]:
     """Yield every string inside `options` that may be a credential."""
-    is_telling = _TELLING_NAME.search(name) is not None
+    has_secret_name = _SECRET_NAME.search(name) is not None
     if isinstance(options, Mapping):
         for key, value in options.items():
-            # What lies below a telling name is as secret as it is.
-            yield from _secrets_in(value, name if is_telling else str(key))
+            # Values below a secret name are as secret.
+            yield from _secrets_in(value, name if has_secret_name else str(key))
     elif isinstance(options, list | tuple | set | frozenset):
         for value in options:
             yield from _secrets_in(value, name)
@@ -84,10 +84,10 @@ def _secrets_in(options: object, name: str = "") -> Iterator[str]:
         text = options if isinstance(options, str) else options.decode("utf-8", "replace")
         yield from _password_of(text)
         for key, _, value in (field.partition("=") for field in text.split(";")):
-            if _TELLING_NAME.search(key) and len(value) >= _LEAST_SECRET_CHARS:
+            if _SECRET_NAME.search(key) and len(value) >= _LEAST_SECRET_CHARS:
                 yield value
         is_long = len(text) >= _LEAST_SECRET_CHARS and text not in _HARMLESS_VALUES
-        is_secret = is_long if is_telling else _RANDOM.fullmatch(text)
+        is_secret = is_long if has_secret_name else _RANDOM.fullmatch(text)
         if is_secret and not _HARMLESS_OPTION.fullmatch(name):
             yield text
 
@@ -100,7 +100,7 @@ def _password_of(url: str) -> Iterator[str]:
 
 
 def _spellings(value: str) -> Iterator[str]:
-    """Yield the forms in which libraries print `value`."""
+    """Yield the spellings in which libraries print `value`."""
     yield from (value, quote(value, safe=""), quote(value), quote_plus(value))
     yield from (value.replace("\n", "\\n"), value.replace("\n", ""))
     yield from (line for line in value.splitlines() if len(line) >= _LEAST_LINE_CHARS)

@@ -1,4 +1,4 @@
-"""Which backend serves a URL, and the one function that opens a store."""
+"""Finds the backend of a URL, and opens stores."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from .redaction import scrubber
 from .store import Store
 
 Opener: TypeAlias = Callable[[Location, Settings], Backend]
-"""Makes the backend of a root, as every backend's class does; asks nothing of the storage."""
+"""Makes the backend of a root, as every backend's class does; sends no request."""
 
 _BUILT_IN = BUCKETS | {"file", "memory"}
 
 
 def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> None:
-    """Have `opener(location, settings)` make the backend of every root at `scheme://...`.
+    """Register `opener(location, settings)` as the maker of backends for `scheme://...`.
 
-    It is called by the first call of a store, under that call's deadline. Holds for this process:
-    other processes call it too, or find the backend in a package's metadata, in the group
-    `ckpt_storage.backends`. Raises `InvalidInputError` if there is a backend for the scheme
-    already, unless `replace` is set.
+    The first call of a store calls it, by that call's deadline. Registration holds for this
+    process: other processes register too, or find the backend in a package's metadata, in the
+    group `ckpt_storage.backends`. Raises `InvalidInputError` if the scheme has a backend, unless
+    `replace` is set.
     """
     name = kept_scheme(scheme)
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         step = "Give what stands before '://', such as 'mystore'."
         raise InvalidInputError(f"{scheme!r} is no scheme of URLs.", next_step=step)
     if not replace and name in {*REGISTERED, *_BUILT_IN, *installed_backends()}:
-        step = "Pass replace=True if this one is to take its place."
+        step = "Pass replace=True to replace it."
         raise InvalidInputError(f"{scheme}:// has a backend already.", next_step=step)
     REGISTERED[name] = opener
 
 
-def open_store(  # all but the first are named
+def open_store(
     url: str | os.PathLike[str] | Location,
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -58,14 +58,14 @@ def open_store(  # all but the first are named
 ) -> Store:
     """Return the store at a path or URL, with deadlines and retries around it.
 
-    Nothing is asked of the storage yet, and no backend is made. `sync_files=False` leaves out
-    fsync on local paths, `page_cache="drop"` has uploads there leave nothing in the kernel's cache.
-    With a `Location`, `storage_options` must not be given again. Raises `InvalidInputError`.
+    No request is sent yet, and no backend is made. `sync_files=False` omits fsync on local paths,
+    `page_cache="drop"` keeps uploads there out of the kernel's cache. A `Location` comes without
+    `storage_options`. Raises `InvalidInputError`.
     """
     if isinstance(url, Location):
         if storage_options is not None:
-            step = "Leave them out where a Location is passed: it carries them."
-            raise InvalidInputError("storage_options were given twice.", next_step=step)
+            step = "Do not pass them with a Location, which has its own."
+            raise InvalidInputError("storage_options were passed twice.", next_step=step)
         location = url
     else:
         location = Location.of(url, storage_options)
@@ -83,7 +83,7 @@ def open_store(  # all but the first are named
 
 
 def backend_of(location: Location, settings: Settings) -> Backend:
-    """Return a new backend for a root: registered, of a package, built in, or over fsspec.
+    """Return a new backend of a root: registered, of a package, built in, or over fsspec.
 
     Raises `InvalidInputError` if what it needs is not installed.
     """
@@ -106,28 +106,28 @@ _CLASSES = {
     "gcsfs.GCSFileSystem": "gcs.GcsBackend",
     "s3fs.S3FileSystem": "s3.S3Backend",
 }
-"""Backends by the file system that one's class descends from."""
+"""Backends by a base class of the file system."""
 
 
 def _built_in(location: Location) -> Opener:
-    """Return the backend's class: for fsspec's, by what the file system's class descends from."""
-    found = "local.LocalBackend"
+    """Return the class of our own backend for a location."""
+    backend = "local.LocalBackend"
     if not location.is_local:
         import fsspec  # noqa: PLC0415  # local users need none
 
         try:
             kinds = fsspec.get_filesystem_class(location.protocol).__mro__
         except ImportError as error:
-            # fsspec raises its own from the one that names the package.
+            # Its cause is the error that names the package.
             package = getattr(error.__cause__, "name", None) or error.name or str(error)
             raise missing_backend(location.protocol, package) from None
         names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
-        found = next(
+        backend = next(
             (_CLASSES[name] for name in names if name in _CLASSES), "generic.FsspecBackend"
         )
-        # What is derived from fsspec's memory lies somewhere else.
+        # Classes derived from fsspec's memory store elsewhere.
         if names[0] == "fsspec.MemoryFileSystem":
-            found = "memory.MemoryBackend"
-    module, _, name = found.partition(".")
+            backend = "memory.MemoryBackend"
+    module, _, name = backend.partition(".")
     opener: Opener = getattr(import_module(f"ckpt_storage.store.backends.{module}"), name)
     return opener

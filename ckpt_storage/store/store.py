@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
 
-from ckpt_storage.errors import (
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-)
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
 from .abilities import find_record
-from .backend import Backend, Content, CopySource, ObjectInfo, OpenUpload, Range, ShortReadError
-from .calls import Calls, Repeat, nothing_was_done
-from .problems import damaged, too_long, unable
-from .threads import moved
+from .backend import (
+    Backend,
+    Capabilities,
+    Content,
+    CopySource,
+    ObjectInfo,
+    OpenUpload,
+    Range,
+    ShortReadError,
+)
+from .calls import CallOptions, Calls, Repeat, nothing_was_done
+from .deadline import Deadline
+from .problems import too_long, unable
+from .range_reads import fill_ranges
+from .threads import report_progress
 from .upload import SYNC_BYTES_PER_S, Upload
 
 log = logging.getLogger("ckpt_storage")
@@ -29,42 +36,112 @@ T = TypeVar("T")
 UnsafeNames: TypeAlias = Literal["skip", "refuse"]
 """What a listing does about names that lead out of the folder, or are others elsewhere."""
 
+_Writer: TypeAlias = Literal["ours", "another's", "nobody's", "unknown"]
+"""Who wrote what is at a name since a put of ours began."""
+
 _DEFINITE = frozenset({"credentials", "no-space", "not-found", "permission", "unsupported"})
-"""Answers that prove that nothing was put, and that change nothing about an earlier request."""
+"""Errors that prove that nothing was put, and that change nothing about an earlier request."""
 
-_REPEATED_COUNT = 16
-"""Objects whose deletion is repeated together: most backends send a request for each."""
+_DELETED_TOGETHER = 16
+"""Objects whose deletion is retried together: most backends send a request for each."""
 
 
-class Store(Calls):
-    """One root on one storage: every call ends in time, and was repeated where that is right.
+class Store:
+    """One root on one storage: every call ends by its deadline, and is retried where that is safe.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
     `bounded`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
     says what it means; it holds no credentials. After kind "timeout" from a read or a part, its
-    memory must not be used for anything else: a thread that was given up may still fill it.
+    memory must not be used for anything else: an abandoned thread may still fill it.
     """
 
     kept: MutableMapping[Hashable, Any] | None = None
-    """Where readers keep documents that never change; for who opens the store. None: nowhere."""
+    """Cache of documents that never change, set after opening; None: no cache."""
+
+    def __init__(
+        self,
+        backend: Backend | Callable[[], Backend],
+        *,
+        url: str,
+        scope: Callable[[], Hashable] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> None:
+        """Take a backend, or a function that makes it in the first call.
+
+        `url` names the root for messages. `scope` returns a key of the storage.
+        """
+        self.calls = Calls(backend, url=url, **options)
+        self.url, self.scope = url, scope
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Store is not pickled; open it again from its Location.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the storage can do; no request is sent."""
+        return self.calls.capabilities
+
+    @property
+    def deadline(self) -> Deadline:
+        """The deadline of `bounded`; of a store that is not bounded it never passes."""
+        return self.calls.deadline
+
+    def shown(self, path: str) -> str:
+        """Return the URL of a path, for messages."""
+        return self.calls.shown(path)
+
+    def bounded(
+        self,
+        deadline: Deadline,
+        cancelled: Callable[[], bool] | None = None,
+        *,
+        throttled: Callable[[], None] | None = None,
+    ) -> Self:
+        """Return a view of this store whose calls, retries included, end by `deadline`.
+
+        Closing the view does nothing. Once `cancelled` returns True no attempt begins any more.
+        Once the operation of the deadline has failed, running attempts are abandoned, too.
+        `throttled` is called after every response that asks for fewer requests.
+        """
+        return self._view(self.calls.bounded(deadline, cancelled, throttled=throttled))
+
+    def cleaning_up(self) -> Self:
+        """Return a view with a short deadline of its own, for discarding what failed."""
+        return self._view(self.calls.cleaning_up())
+
+    def _view(self, calls: Calls) -> Self:
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, calls=calls)
+        return view
+
+    def pause(self, attempt: int) -> bool:
+        """Sleep after a failed attempt, with full jitter; return whether another one may begin."""
+        return self.calls.pause(attempt)
+
+    def close(self) -> None:
+        """Close connections and end idle threads; idempotent; does nothing for a view."""
+        self.calls.close()
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
-        return self._look("stat", path, lambda backend: backend.stat(path))
+        return self._run_read("stat", path, lambda backend: backend.stat(path))
 
     def get(self, path: str, *, max_bytes: int | None = None) -> Content:
-        """Return a whole small object with its version, from one answer, never from a cache.
+        """Return a whole small object with its version, from one response, never from a cache.
 
-        One of more than `max_bytes` is an `IntegrityError`, and not much more is read of it.
+        Raises `IntegrityError` if it has more than `max_bytes`, without reading much more.
         """
 
         def get(backend: Backend) -> Content:
-            found = backend.get(path, max_bytes=max_bytes)
-            if max_bytes is not None and len(found.data) > max_bytes:
-                raise too_long(path, self.shown(path), len(found.data), max_bytes)
-            return found
+            content = backend.get(path, max_bytes=max_bytes)
+            if max_bytes is not None and len(content.data) > max_bytes:
+                raise too_long(path, self.shown(path), len(content.data), max_bytes)
+            return content
 
-        return self._look("read", path, get)
+        return self._run_read("read", path, get)
 
     def tail(self, path: str, byte_count: int) -> Content:
         """Return the last bytes of an object, or all of a shorter one, and its version."""
@@ -76,29 +153,27 @@ class Store(Calls):
                 # It was replaced by a shorter one.
                 return backend.tail(path, byte_count)
 
-        return self._look("read", path, tail)
+        return self._run_read("read", path, tail)
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
-        """Fill the memory of each range; they are iterated anew at each attempt.
+        """Fill the memory of each range; each attempt iterates over the ranges from the start.
 
-        The next range is asked for when the last one is filled. `size_bytes` is the length that the
-        object must have. Raises `IntegrityError` if it is another, or the object ends early.
+        The next range is taken once the one before it is filled. `size_bytes` is the length that
+        the object must have. Raises `IntegrityError` for another length, or if the object ends
+        within a range.
         """
-
-        def fill(backend: Backend) -> list[Exception]:
-            return self._fill(backend, path, ranges, size_bytes)
-
-        failure = self._look("read", path, fill, repeat="unless-abandoned")
+        fill = partial(fill_ranges, self.calls, path=path, ranges=ranges, size_bytes=size_bytes)
+        failure = self._run_read("read", path, fill, repeat="unless-abandoned")
         if failure:
-            # As in `Calls._bordered`: a traceback must not hold the buffers.
+            # As in `Calls`: a traceback must not hold the buffers.
             raise failure.pop()
 
-    def _look(
+    def _run_read(
         self, operation: str, path: str, call: Callable[[Backend], T], *, repeat: Repeat = "always"
     ) -> T:
-        """Make a call that reads; what may not be listed is absent where it is forbidden."""
+        """Run a call that reads; without the right to list, "forbidden" means absent."""
         try:
-            return self.run(operation, path, call, repeat=repeat)
+            return self.calls.run(operation, path, call, repeat=repeat)
         except StorageError as error:
             if error.kind == "permission" and self.capabilities.is_remote:
                 record = find_record(self.find_scope())
@@ -107,97 +182,63 @@ class Store(Calls):
             raise
 
     def find_scope(self) -> Hashable:
-        """Return the key of one storage; what was seen of it holds for all roots there."""
+        """Return the key of the storage; abilities that were probed hold for all its roots."""
         scope = self.scope
-        return self.run("look at the storage", "", lambda _: scope()) if scope else self.url
-
-    def _fill(
-        self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
-    ) -> list[Exception]:
-        """Fill ranges of an object, once; return what their iterator raised, if it did."""
-        lent = _Lent(ranges)
-        try:
-            self._check_length(path, size_bytes, backend.read(path, iter(lent)))
-        except ShortReadError as error:
-            position = error.position
-        except Exception as error:
-            if lent.failures:
-                if isinstance(lent.failures[0], IntegrityError) and size_bytes is not None:
-                    # A wrong length is reported as such, not as the first wrong block.
-                    self._check_length(path, size_bytes, backend.stat(path).size_bytes)
-                return lent.failures
-            if getattr(self.explain(error, "read", path), "kind", "") != "range":
-                raise
-            position = lent.start
-        else:
-            return []
-        total_bytes = backend.stat(path).size_bytes
-        self._check_length(path, size_bytes, total_bytes)
-        shown, start, stop = self.shown(path), lent.start, lent.stop
-        if total_bytes >= stop:
-            what = f"The read of {shown} ended after {position - start} of {stop - start} bytes."
-            step = "Try again; if it comes back, look for a proxy that cuts answers."
-            raise StorageError(what, kind="connection", retryable=True, path=shown, next_step=step)
-        asked = f"within the range [{start}, {stop}) that was asked for"
-        raise damaged(path, f"{shown} ends at byte {total_bytes}, {asked}.", total_bytes)
-
-    def _check_length(self, path: str, size_bytes: int | None, found_bytes: int | None) -> None:
-        if found_bytes is not None and size_bytes not in {None, found_bytes}:
-            text = f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}."
-            raise damaged(path, text, min(found_bytes, size_bytes or 0))
+        return self.calls.run("look at the storage", "", lambda _: scope()) if scope else self.url
 
     def drop_caches(self, path: str) -> None:
-        """Have the next read of an object come from the storage itself; see `Backend`.
+        """Make the next read of an object come from the storage itself; see `Backend`.
 
-        An object that is gone has nothing to drop: the next read reports that.
+        Does nothing for an object that is gone: the next read reports that.
         """
         try:
-            self.run("dropping of caches", path, lambda backend: backend.drop_caches(path))
+            self.calls.run("dropping of caches", path, lambda backend: backend.drop_caches(path))
         except StorageError as error:
             if error.kind != "not-found":
                 raise
 
     def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name; visible only complete, durable; idempotent."""
-        self.put_once(path, data, what="write", repeat="always")
+        self.put_once(path, data, "write", repeat="always")
 
     def create(self, path: str, data: bytes) -> None:
         """Put a whole object if nothing is there; the storage decides in one step.
 
-        By `data`, which nobody else puts there, a lost answer is settled. Raises `StorageError` of
-        kind "exists" if something else is there; of kind "unknown" if nobody can tell whether it
-        was created, or will stay. Raises `UnsupportedByStoreError` if the storage cannot decide it.
+        A lost response is resolved by reading the object: nobody else writes this `data`. Raises
+        `StorageError` of kind "exists" if something else is there; of kind "unknown" if it is not
+        known whether it was created, or will stay. Raises `UnsupportedByStoreError` if the storage
+        does not decide it.
         """
         if not self.capabilities.exclusive_create:
             step = "Let only one job save here at a time; of a mounted bucket use its own URL."
             raise unable(
                 self.url, self.shown(path), "has no exclusive creation that can be relied on", step
             )
-        self._put_settled("exclusive creation", path, data, if_absent=True)
+        self._put_and_resolve("exclusive creation", path, data, if_absent=True)
 
-    def create_alone(self, path: str, data: bytes) -> None:
-        """Do what `create` does by a look and a put: safe while nobody else writes the name."""
-        if self._whose(path, data, None) == "other":
-            raise self._taken("creation", path, "exists")
-        self._put_settled("creation", path, data)
+    def create_unguarded(self, path: str, data: bytes) -> None:
+        """Do as `create` by a read and a put: safe only while nobody else writes this name."""
+        if self._find_writer(path, data, None) == "another's":
+            raise self._conflict("creation", path, "exists")
+        self._put_and_resolve("creation", path, data)
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put a whole object in place of what may be there; durable on return.
 
-        With `if_match` only if the object is still of that version, else kind "precondition"; a
-        lost answer is settled as by `create`. Without it, one that was given up is not repeated.
+        With `if_match` only if the object still has that version, else kind "precondition"; a
+        lost response is resolved as by `create`. Without it, an abandoned call is not retried.
         """
         if if_match is None:
-            self.put_once(path, data, what="replace", repeat="unless-abandoned")
+            self.put_once(path, data, "replace", repeat="unless-abandoned")
         elif not self.capabilities.if_match:
             what = "cannot replace an object only if it is of a given version"
             raise unable(
                 self.url, self.shown(path), what, "Replace it without if_match, and read it back."
             )
         else:
-            self._put_settled("replace", path, data, if_match=if_match)
+            self._put_and_resolve("replace", path, data, if_match=if_match)
 
-    def _put_settled(
+    def _put_and_resolve(
         self,
         operation: str,
         path: str,
@@ -206,71 +247,72 @@ class Store(Calls):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put an object under a condition; see `create` and `replace`."""
+        """Put an object under a condition; if the response is lost, read the object."""
         is_posix = self.capabilities.kind == "posix"
         in_doubt, unsynced = False, False
-        for attempt in range(1, self.policy.attempt_count + 1):
+        attempt_count = self.calls.policy.attempt_count
+        for attempt in range(1, attempt_count + 1):
             try:
-                self.put_once(path, data, what=operation, if_absent=if_absent, if_match=if_match)
+                self.put_once(path, data, operation, if_absent=if_absent, if_match=if_match)
             except StorageError as error:
                 failure = error
             else:
                 return
             if is_posix and failure.kind not in {"exists", "not-begun"}:
-                # The name is linked first and its folder synced then. A failed fsync proves
-                # nothing, and must not be tried again; one that was given up may still fail.
+                # The name is linked first, then its folder is synced. A failed fsync proves
+                # nothing, and must not be retried; an abandoned one may still fail.
                 unsynced = True
                 in_doubt |= failure.retryable or failure.kind == "timeout"
             else:
-                # What was not answered may still arrive.
+                # A request without a response may still arrive.
                 is_unmet = if_match is not None and failure.kind == "precondition"
                 in_doubt |= not (is_unmet or failure.kind in _DEFINITE or nothing_was_done(failure))
-            found = self._whose(path, data, if_match)
-            if found == "other":
+            writer = self._find_writer(path, data, if_match)
+            if writer == "another's":
                 kind = "exists" if if_match is None else "precondition"
-                raise self._taken(operation, path, kind) from failure
-            if found == "ours" and not unsynced:
+                raise self._conflict(operation, path, kind) from failure
+            if writer == "ours" and not unsynced:
                 return
-            if not in_doubt and (found == "nothing" or not unsynced):
+            if not in_doubt and (writer == "nobody's" or not unsynced):
                 raise failure
-            is_last = found == "ours" or attempt == self.policy.attempt_count
+            is_last = writer == "ours" or attempt == attempt_count
             if is_last or not self.pause(attempt):
                 break
-        shown, there = self.shown(path), "; it is there, but" if found == "ours" else ""
+        shown, there = self.shown(path), "; it is there, but" if writer == "ours" else ""
         what = f"The outcome of the {operation} of {shown} is not known{there}: {failure}"
-        step = "Look at the object when the storage answers again."
+        step = "Read the object when the storage responds again."
         raise StorageError(what, kind="unknown", path=shown, next_step=step) from failure
 
-    def _whose(self, path: str, data: bytes, version: str | None) -> str:
-        """Return whose an object is: "ours", "other", "nothing" new, or "untold"."""
+    def _find_writer(self, path: str, data: bytes, version: str | None) -> _Writer:
+        """Return who wrote the object since `version`, or since nothing was there, was read."""
         try:
-            found = self.get(path, max_bytes=len(data) if version is None else None)
+            content = self.get(path, max_bytes=len(data) if version is None else None)
         except IntegrityError:
-            return "other"
+            return "another's"
         except StorageError as error:
             if error.kind != "not-found":
-                return "untold"
-            return "nothing" if version is None else "other"
-        if found.data == data:
+                return "unknown"
+            return "nobody's" if version is None else "another's"
+        if content.data == data:
             return "ours"
-        return "nothing" if version is not None and found.version == version else "other"
+        return "nobody's" if version is not None and content.version == version else "another's"
 
-    def _taken(self, operation: str, path: str, kind: str) -> StorageError:
+    def _conflict(self, operation: str, path: str, kind: str) -> StorageError:
         what = f"The {operation} of {self.shown(path)} was refused: something else is there."
-        step = "Read it again; somebody else wrote it."
+        step = "Read it again; another process wrote it."
         return StorageError(what, kind=kind, path=self.shown(path), next_step=step)
 
     def put_once(
         self,
         path: str,
         data: bytes,
+        operation: str = "exclusive creation",
         *,
-        what: str = "exclusive creation",
         repeat: Repeat = "if-nothing-done",
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put an object; what became of a put that failed, nobody has looked at."""
+        """Put an object; after a failure nobody has read whether the object is there."""
         most_bytes = self.capabilities.max_put_bytes
         if most_bytes is not None and len(data) > most_bytes:
             shown = self.shown(path)
@@ -281,22 +323,22 @@ class Store(Calls):
         def put(backend: Backend) -> None:
             backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
 
-        self.run(what, path, put, repeat=repeat)
+        self.calls.run(operation, path, put, repeat=repeat)
 
     def upload(self, path: str, *, copies: bool = False) -> Upload:
         """Begin an object in parts, at a write-once name; nothing is sent before the first part.
 
         copies: `copy_part` may be called.
         """
-        return Upload(self, path, copies=copies)
+        return Upload(self.calls, path, copies=copies)
 
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
-        """Join another process's upload of the same path; one that is over refuses what is asked.
+        """Join another process's upload of the same path.
 
         The process that completes it passes the `write_id` of the owner. Raises
         `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
-        return Upload(self, path, joined=token, write_id=write_id)
+        return Upload(self.calls, path, joined=token, write_id=write_id)
 
     def temporary_files(self, path: str) -> list[OpenUpload]:
         """Return the temporary files of an object, or of all below a folder of that name.
@@ -305,60 +347,60 @@ class Store(Calls):
         """
         if not self.capabilities.has_temporary_files:
             return []
+        return self.calls.run(
+            "listing of temporary files", path, lambda backend: list(backend.list_uploads(path))
+        )
 
-        def collect(backend: Backend) -> list[OpenUpload]:
-            return list(backend.list_uploads(path))
-
-        return self.run("listing of temporary files", path, collect)
-
-    def remove_temporary_file(self, found: OpenUpload) -> None:
+    def remove_temporary_file(self, file: OpenUpload) -> None:
         """Remove a temporary file that nobody writes any more; one that is gone is no error."""
-        path = found.path or ""
-        self.run("removal", path, lambda backend: backend.abort_upload(path, found.token))
+        path = file.path or ""
+        self.calls.run("removal", path, lambda backend: backend.abort_upload(path, file.token))
 
     def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
-        """Return path and token of each open upload below a folder, where the storage tells both.
+        """Return path and token of each open upload below a folder whose path the storage reports.
 
         Raises `UnsupportedByStoreError` unless `capabilities.lists_uploads`.
         """
         folder = prefix.strip("/")
 
         def collect(backend: Backend) -> set[tuple[str, str]]:
-            return {(one.path, one.token) for one in backend.list_uploads(folder) if one.path}
+            uploads = backend.list_uploads(folder)
+            return {(upload.path, upload.token) for upload in uploads if upload.path}
 
-        return self.run("listing of uploads", folder, collect)
+        return self.calls.run("listing of uploads", folder, collect)
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads and remove temporary files below a folder; return how many.
 
-        With `only`, those for whose path it returns True, as a folder may be shared; one whose path
-        the storage does not tell whole stays then.
+        With `only`, those for whose path it returns True, because a folder may be shared; uploads
+        whose path the storage does not report stay then.
         """
         folder = prefix.strip("/")
 
         def clear(backend: Backend) -> int:
             count = 0
-            for found in backend.list_uploads(folder):
-                moved()
-                if only is None or (found.path is not None and only(found.path)):
-                    backend.abort_upload(found.path or "", found.token)
+            for upload in backend.list_uploads(folder):
+                report_progress()
+                if only is None or (upload.path is not None and only(upload.path)):
+                    backend.abort_upload(upload.path or "", upload.token)
                     count += 1
             return count
 
-        return self.run("abort of uploads", folder, clear)
+        return self.calls.run("abort of uploads", folder, clear)
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Return the object as uploads of this storage can copy it; None where they cannot."""
-        return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
+        """Return the object as a source of copies within the storage; None without such copies."""
+        return self.calls.run(
+            "look at the storage", path, lambda backend: backend.copy_source(path)
+        )
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Have the storage put an object equal to `source`; return its CRC-32C if reported.
+        """Copy an object within the storage; return its CRC-32C if the storage reports it.
 
-        At a write-once name; visible only complete, durable; idempotent. Raises
-        `UnsupportedByStoreError` where its bytes have to be sent, `IntegrityError` for another
-        length.
+        The name is write-once; the object is visible only complete, durable; idempotent. Raises
+        `UnsupportedByStoreError` if its bytes must be sent, `IntegrityError` for another length.
         """
-        return self.run(
+        return self.calls.run(
             f"copy from {source.path}",
             path,
             lambda backend: backend.copy_object(path, source, size_bytes=size_bytes),
@@ -366,16 +408,15 @@ class Store(Calls):
         )
 
     def can_copy_objects_of(self, other: Store) -> bool:
-        """Return whether `copy_object` here may take objects of `other`."""
-        if not self.capabilities.copies_objects:
-            return False
-        mine, theirs = self.copy_source(""), other.copy_source("")
-        return mine is not None and theirs is not None and mine.scope == theirs.scope
+        """Return whether `copy_object` here may copy objects of `other`."""
+        return self.capabilities.copies_objects and self._shares_scope(other)
 
     def can_copy_from(self, other: Store) -> bool:
-        """Return whether `copy_part` here takes the sources of `other`: they lie in one bucket."""
-        if self.capabilities.copy_min_bytes is None:
-            return False
+        """Return whether `copy_part` here may copy from objects of `other`."""
+        return self.capabilities.copy_min_bytes is not None and self._shares_scope(other)
+
+    def _shares_scope(self, other: Store) -> bool:
+        """Return whether both lie where copies are possible, as in one bucket."""
         mine, theirs = self.copy_source(""), other.copy_source("")
         return mine is not None and theirs is not None and mine.scope == theirs.scope
 
@@ -385,17 +426,17 @@ class Store(Calls):
         """Return the objects below a folder, fresh from the storage; [] if there are none.
 
         Not recursive: only direct children; folders are then entries whose path ends in "/".
-        Every path is safe to join to another root. Objects with other names are left out with a
-        warning; with `unsafe_names="refuse"` the first one is an `UnsafeContentError`.
+        Every path is safe to join to another root. Objects with other names are skipped with a
+        warning; with `unsafe_names="refuse"` the first of them is an `UnsafeContentError`.
         """
         folder = prefix.strip("/")
 
         def collect(backend: Backend) -> tuple[list[ObjectInfo], dict[str, str]]:
             entries, flaws = [], dict[str, str]()
             for info in backend.list(folder, recursive=recursive):
-                # Each page has the time of a request.
-                moved()
-                # A marker of the folder itself has no name in it.
+                # Each page has the timeout of a request.
+                report_progress()
+                # A marker of the folder itself has an empty path.
                 if not info.path:
                     continue
                 flaw = path_flaw(info.path.removesuffix("/"))
@@ -405,82 +446,55 @@ class Store(Calls):
                     flaws[info.path] = flaw
             return sorted(entries, key=lambda info: info.path), flaws
 
-        entries, flaws = self.run("listing", folder, collect)
+        entries, flaws = self.calls.run("listing", folder, collect)
         if flaws:
             path, flaw = min(flaws.items())
             step = "Rename or delete it with a tool of the storage, or find out who wrote it."
             error = unsafe_path_error(path, where=self.shown(folder), flaw=flaw, next_step=step)
             if unsafe_names == "refuse":
                 raise error
-            log.warning("%d names are passed over. The first: %s", len(flaws), error)
+            log.warning("%d names are skipped. The first: %s", len(flaws), error)
         return entries
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error; not atomic as a whole."""
         shown = paths[0] if len(paths) == 1 else ""
         what = f"deletion of {len(paths)} objects"
-        for start in range(0, len(paths), _REPEATED_COUNT):
-            some = paths[start : start + _REPEATED_COUNT]
-            self.run(what, shown, methodcaller("delete", some))
+        for start in range(0, len(paths), _DELETED_TOGETHER):
+            some = paths[start : start + _DELETED_TOGETHER]
+            self.calls.run(what, shown, methodcaller("delete", some))
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete an object if it is of the version that `get` returned.
+        """Delete an object if it still has the version that `get` returned.
 
-        Raises `StorageError` of kind "precondition" if it is another (on some storages also if it
-        is gone), and `UnsupportedByStoreError` where the storage cannot decide that.
+        Raises `StorageError` of kind "precondition" for another version (on some storages also if
+        it is gone), and `UnsupportedByStoreError` where the storage does not decide it.
         """
-        self.run("deletion", path, lambda backend: backend.delete_version(path, version))
+        self.calls.run("deletion", path, lambda backend: backend.delete_version(path, version))
 
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it; idempotent; on object stores all with that prefix.
 
-        Raises `InvalidInputError` for an empty path: the root is never meant.
+        Raises `InvalidInputError` for an empty path: the root is never deleted.
         """
         folder = path.strip("/")
         if not folder:
             what = f"delete_folder would delete everything below {self.url}."
             raise InvalidInputError(what, next_step="Name a folder below the root.")
-        self.run("deletion", folder, lambda backend: backend.delete_folder(folder))
+        self.calls.run("deletion", folder, lambda backend: backend.delete_folder(folder))
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make the root and folders where the storage has such things; idempotent."""
-        self.run("making of folders", "", lambda backend: backend.make_folders(folders))
+        """Create the root and folders, where the storage has folders; idempotent."""
+        self.calls.run("creation of folders", "", lambda backend: backend.make_folders(folders))
 
     def durability_problem(self) -> str:
         """Return why what was written successfully may still be lost, "" if it may not."""
-        return self.run("look at the storage", "", lambda backend: backend.durability_problem())
+        return self.calls.run(
+            "look at the storage", "", lambda backend: backend.durability_problem()
+        )
 
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""
-        return self.run(
+        return self.calls.run(
             "reading of the clock", probe_path, lambda backend: backend.server_time(probe_path)
         )
-
-
-class _Lent:
-    """Ranges as a backend gets them; each is taken back with the next, so nothing fills it late."""
-
-    def __init__(self, ranges: Iterable[Range]) -> None:
-        self._ranges = ranges
-        self.start = self.stop = 0
-        self.failures: list[Exception] = []
-
-    def __iter__(self) -> Iterator[Range]:
-        try:
-            for start, view in self._ranges:
-                if not view.nbytes:
-                    continue
-                self.start, self.stop = start, start + view.nbytes
-                lent = memoryview(view).cast("B")
-                # Each range has the time of a request.
-                moved()
-                try:
-                    yield start, lent
-                finally:
-                    # A system call that has it now keeps it.
-                    with contextlib.suppress(BufferError):
-                        lent.release()
-                moved()
-        except Exception as error:
-            self.failures.append(error)
-            raise

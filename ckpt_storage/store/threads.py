@@ -1,4 +1,4 @@
-"""Blocking calls in threads that can be left behind at a deadline, named and counted.
+"""Blocking calls in threads that are abandoned at a deadline, named and counted.
 
 A thread that hangs in the kernel cannot be ended, but the process can still exit.
 """
@@ -25,11 +25,11 @@ T = TypeVar("T")
 _JOIN_S = 5.0
 
 _STALL_S = 0.5
-"""A wait that lasts so much too long means that this process did not run meanwhile."""
+"""A wait that is longer by this means that the process was stopped meanwhile."""
 
 
 class AbandonedError(StorageError):
-    """The call did not end in time or was given up; its thread may still end it later."""
+    """The call did not end in time or was cancelled; its thread may still end it later."""
 
 
 _ABANDONED: set[_Worker] = set()
@@ -41,39 +41,39 @@ _serving = threading.local()
 
 
 def halt_threads() -> None:
-    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+    """From now on park daemon threads that begin a call here or call `park_if_exiting`.
 
-    As the interpreter ends, one that returns from C++ would take the process down.
+    As the interpreter exits, a thread that returns from C++ would crash the process.
     """
     _HALT.set()
 
 
-def halted() -> None:
-    """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
+def park_if_exiting() -> None:
+    """Block for ever if the interpreter is exiting and this is a daemon thread."""
     if _HALT.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
 
 
 def abandoned_thread_count() -> int:
-    """Return how many threads of this process are stuck in calls that were given up."""
+    """Return how many threads of this process are stuck in abandoned calls."""
     return len(_ABANDONED)
 
 
-def moved() -> None:
+def report_progress() -> None:
     """Report progress, such as a page or a deletion: restart the timeout of this thread's call.
 
     For backends, after each request of a call that makes many. Does nothing outside a call. Raises
-    a `StorageError` if the call was given up, so that it does no more: let it pass.
+    a `StorageError` if the call was abandoned: do not catch it.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:
         if worker.is_abandoned:
-            raise AbandonedError("Nobody waits for this call any more.")
-        worker.moved_s = max(worker.moved_s, time.monotonic())
+            raise AbandonedError("This call was abandoned.")
+        worker.progress_s = max(worker.progress_s, time.monotonic())
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread; raise `StorageError`, which says why, if the system gives no more."""
+    """Start a thread; raise `StorageError` at the system's limit of threads."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -87,15 +87,15 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that makes one call at a time, until it is given None."""
+    """A daemon thread that makes one call at a time, until it gets None."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
         self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self.is_abandoned = False
         self.what = ""
-        self.moved_s = 0.0
+        self.progress_s = 0.0
         self._lock = threading.Lock()
         start_thread(self)
 
@@ -112,14 +112,14 @@ class _Worker(threading.Thread):
                 if self.is_abandoned:
                     _ABANDONED.discard(self)
                     return
-                self.answers.put((value, error))
-            # Held in no variable while waiting: both may keep much memory alive.
+                self.results.put((value, error))
+            # Keep no reference while waiting: both may hold much memory.
             del value, error
 
     def abandon(self) -> bool:
-        """Leave the thread to its call, unless that has just ended; return whether it was left."""
+        """Abandon the running call; return False if it has just ended."""
         with self._lock:
-            if not self.answers.empty():
+            if not self.results.empty():
                 return False
             self.is_abandoned = True
             _ABANDONED.add(self)
@@ -128,7 +128,7 @@ class _Worker(threading.Thread):
 
 
 def _stall_since(wake_s: float) -> float:
-    """Return for how long this process did not run, where it should have woken at `wake_s`."""
+    """Return how long this process was stopped, if it should have woken up at `wake_s`."""
     late_s = time.monotonic() - wake_s
     return late_s if late_s > _STALL_S else 0.0
 
@@ -136,7 +136,7 @@ def _stall_since(wake_s: float) -> float:
 def _end_all(idle: list[_Worker]) -> list[_Worker]:
     """End idle threads, without waiting; return them."""
     ended = []
-    # Each is taken by one caller only, whatever thread or signal handler takes others meanwhile.
+    # `pop` is atomic: each worker is taken once, by any thread or signal handler.
     with contextlib.suppress(IndexError):
         while True:
             ended.append(idle.pop())
@@ -145,9 +145,9 @@ def _end_all(idle: list[_Worker]) -> list[_Worker]:
 
 
 class TimedPool:
-    """Runs calls in threads of its own, as many as there are callers at a time; survives fork.
+    """Runs each call in a thread of its own, which is reused; works after a fork.
 
-    It has no lock: a signal handler may make a call in the middle of another.
+    It has no lock, so that a signal handler may make a call during another one.
     """
 
     def __init__(self, name: str) -> None:
@@ -170,59 +170,60 @@ class TimedPool:
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
 
-        They count from the last `moved`; `most_s` is the limit of it all. Raises `AbandonedError`
-        when time is up, retryable if `repeatable`, or soon after `cancelled` returned True.
+        Each `report_progress` restarts them; `most_s` limits the whole call. Raises
+        `AbandonedError` at the timeout, retryable if `repeatable`, or soon after `cancelled`
+        returned True.
         """
-        halted()
+        park_if_exiting()
         worker = self._take()
-        worker.moved_s, worker.what = time.monotonic(), what
-        last_s = worker.moved_s + most_s
+        worker.progress_s, worker.what = time.monotonic(), what
+        last_s = worker.progress_s + most_s
         worker.calls.put(call)
         is_cancelled = False
         try:
             while True:
-                moved_s = worker.moved_s
-                left_s = min(moved_s + timeout_s, last_s) - time.monotonic()
+                progress_s = worker.progress_s
+                left_s = min(progress_s + timeout_s, last_s) - time.monotonic()
                 wait_s = max(0.0, left_s if cancelled is None else min(LOOK_S, left_s))
                 wake_s = time.monotonic() + wait_s
                 try:
-                    value, error = worker.answers.get(timeout=wait_s)
+                    value, error = worker.results.get(timeout=wait_s)
                     break
                 except queue.Empty:
-                    # A process that was stopped, or held up, could not serve the call either.
+                    # The time in which the process was stopped does not count.
                     stall_s = _stall_since(wake_s)
-                    last_s, worker.moved_s = last_s + stall_s, worker.moved_s + stall_s
+                    last_s, worker.progress_s = last_s + stall_s, worker.progress_s + stall_s
                     is_cancelled = cancelled is not None and cancelled()
-                    is_late = time.monotonic() >= min(worker.moved_s + timeout_s, last_s)
+                    is_late = time.monotonic() >= min(worker.progress_s + timeout_s, last_s)
                 if (is_late or is_cancelled) and worker.abandon():
                     break
         except BaseException:
-            # An interrupt of the main thread: the call goes on without anyone waiting.
+            # An interrupt of the main thread abandons the call.
             if not worker.abandon():
                 worker.calls.put(None)
             raise
         if worker.is_abandoned and is_cancelled:
-            what = f"The {worker.what} was given up, because what it belongs to has failed."
+            what = f"The {worker.what} was abandoned, because its operation has failed."
             raise AbandonedError(what, kind="timeout", next_step="Look at the first failure.")
         if worker.is_abandoned:
-            what = f"The {worker.what} did not end within {timeout_s:.3g} s and was given up."
+            what = f"The {worker.what} did not end within {timeout_s:.3g} s and was abandoned."
             step = "Check that the storage answers; if it is slow, raise Timeouts(request=...)."
             raise AbandonedError(what, kind="timeout", retryable=repeatable, next_step=step)
         self._idle.append(worker)
-        # Also if `close` was called between the two lines.
+        # `close` may have been called since.
         if self._closed:
             _end_all(self._idle)
         try:
             if error is not None:
                 raise error
         finally:
-            # Its traceback leads to this frame, and the frame must not lead back.
+            # Its traceback refers to this frame: break the cycle.
             del error
         result: T = value
         return result
 
     def close(self) -> None:
-        """End the waiting threads and join them; idempotent."""
+        """End the idle threads and join them; idempotent."""
         self._closed = True
         for worker in _end_all(self._idle):
             worker.join(_JOIN_S)

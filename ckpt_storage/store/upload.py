@@ -1,4 +1,4 @@
-"""One object in parts: which were sent, who sends them, and whether it became visible."""
+"""One object in parts: which parts were sent, by whom, and whether the object became visible."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.crc import crc32c_of_all
 
 from .backend import Backend, Part, PartCopy
 from .calls import Calls
 from .problems import unable
-from .threads import AbandonedError, moved
+from .threads import AbandonedError, report_progress
 
 _State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
-""""closed": its receipts were returned, so no part is written any more."""
+""""closed": the receipts were returned, so no part may be written any more."""
 
 SYNC_BYTES_PER_S = 20e6
-"""Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
+"""Slowest disk for which a completion waits: a spinning disk shared by a few jobs."""
 
 _REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
-"""Answers after which an object was certainly not completed."""
+"""Errors after which an object was certainly not completed."""
 
 
 class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
-    An upload whose start got no answer stays open: `abort_uploads`, or a lifecycle rule, ends it.
-    One owner begins it. Where `capabilities.tokens_travel`, others join with its `token`, write
-    or copy parts, and tell their `receipts` to one of them, who completes it. Part numbers ascend
-    with the offsets; none is used by two members, and some may be left out. After a part was given
-    up the upload can only be aborted: its memory may still be sent. May be used by several threads.
+    One process, the owner, begins it. Where `capabilities.tokens_travel`, others join with its
+    `token`, write or copy parts, and pass their `receipts` to the process that completes it. Part
+    numbers ascend with the offsets; no number is used twice, and gaps are allowed. After a part was
+    abandoned the upload can only be aborted, as its memory may still be sent. If the response to
+    the start is lost, `abort_uploads` or a lifecycle rule ends the upload. Safe in any thread.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class Upload:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
         self._parts: dict[int, Part] = {}
-        # A last part that the storage would show too early, or that may be the whole object.
+        # The last part, if it would make the object visible too early or may be the whole object.
         self._held: tuple[Part, bytes] | None = None
         self._lock = threading.Lock()
-        # Held while the upload is begun, so that parts sent at once begin one upload.
+        # Held during the start, so that parts that are sent at once begin one upload.
         self._begin_lock = threading.Lock()
         self._may_be_visible = False
         self._is_flushed = False
-        self._given_up_part: Part | None = None
+        self._abandoned_part: Part | None = None
         self._state: _State = "open"
 
     def token(self) -> str:
@@ -74,24 +75,34 @@ class Upload:
         Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
         self._check_shared()
-        return self._begun()
+        return self._ensure_begun()
 
     def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+        self,
+        number: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        last: bool,
+        crc32c: int | None = None,
     ) -> None:
         """Write part `number` (from 0) whose first byte lies at `offset` (bytes) in the object.
 
         The buffers may be used again after the return, unless it raised kind "timeout". A part may
         be sent again with the same bytes, where the storage can take it twice. `last` marks the one
-        that ends the object.
+        that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed it:
+        a storage that verifies checksums refuses bytes that changed since.
         """
         self._check("open")
-        part = Part(number=number, offset=offset, size_bytes=sum(view.nbytes for view in buffers))
+        size_bytes = sum(view.nbytes for view in buffers)
+        part = Part(number=number, offset=offset, size_bytes=size_bytes, crc32c=crc32c)
         # An object of one part is one request in place of three.
         is_whole = not number and not offset and self._is_owner and not self._token
         is_put = is_whole and self._capabilities.is_remote and self._fits_put(part)
         if last and (is_put or self._capabilities.last_part_publishes):
-            self._held = part, b"".join(buffers)
+            data = b"".join(buffers)
+            self._check_unchanged(part, [memoryview(data)])
+            self._held = part, data
             return
 
         def put(backend: Backend, token: str) -> Part:
@@ -102,18 +113,31 @@ class Upload:
     def _put_part(
         self, backend: Backend, token: str, part: Part, data: Sequence[memoryview], *, last: bool
     ) -> Part:
-        receipt = backend.put_part(self._path, token, part.number, part.offset, data, last=last)
+        try:
+            receipt = backend.put_part(self._path, token, part, data, last=last)
+        except Exception:
+            self._check_unchanged(part, data)
+            raise
         return replace(part, receipt=receipt)
+
+    def _check_unchanged(self, part: Part, data: Sequence[memoryview]) -> None:
+        """Raise if the bytes of a part are not those that its checksum was computed of."""
+        if part.crc32c is not None and crc32c_of_all(data) != part.crc32c:
+            what = f"cannot continue: the part at byte {part.offset} changed in this process's "
+            what += "memory after its checksum was computed"
+            step = "Do not change the state before the save has returned or copied it; if nothing "
+            step += "does, test the memory of this host."
+            raise self._error(what, step)
 
     def _fits_put(self, part: Part) -> bool:
         most_bytes = self._capabilities.max_put_bytes
         return most_bytes is None or part.size_bytes <= most_bytes
 
     def copy_part(self, copy: PartCopy) -> int | None:
-        """Have the storage copy bytes of another object as one part; return its CRC-32C of them.
+        """Copy bytes of another object within the storage; return their CRC-32C as it reports it.
 
-        None, if it tells none: the caller must then read the source's bytes and check them. Raises
-        `IntegrityError` if the source has another length or the range leaves it, and
+        Without a report (None), the caller must read the bytes and check them. Raises
+        `IntegrityError` if the source has another length or the range exceeds it, and
         `UnsupportedByStoreError` where the storage cannot copy.
         """
         self._check("open")
@@ -125,10 +149,9 @@ class Upload:
         ).crc32c
 
     def receipts(self) -> list[Part]:
-        """End this member's writing and return what it wrote, durable; idempotent.
+        """Close this member and return the parts that it wrote, durable; idempotent.
 
-        Where the storage lists uploads it outlives this process. Raises `StorageError` if any of it
-        may not be durable: the upload can then only be aborted.
+        Raises `StorageError` if a part may not be durable: the upload can then only be aborted.
         """
         with self._lock:
             self._check()
@@ -137,7 +160,7 @@ class Upload:
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
         if token is not None and not self._is_flushed:
-            what = "handing over of the parts"
+            what = "flush of the parts"
             flush = methodcaller("flush_parts", self._path, token)
             sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
             self._calls.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
@@ -147,9 +170,9 @@ class Upload:
     def complete(self, total_bytes: int, *, receipts: Sequence[Part] = ()) -> None:
         """Make the object of this and other members' parts visible and durable; idempotent.
 
-        Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
-        nothing becomes visible. A lost answer is settled by looking at the object, for which a
-        member must know the owner's `write_id`.
+        If parts overlap, leave a gap or do not end at `total_bytes`, raises `StorageError` and
+        nothing becomes visible. A lost response is resolved by reading the object's `write_id`: a
+        member that completes must know the owner's.
         """
         with self._lock:
             if self._state == "complete":
@@ -158,22 +181,22 @@ class Upload:
             self._state = "closed"
             held = self._held
             parts = {*self._parts.values(), *receipts, *([held[0]] if held else ())}
-        ordered = _whole(parts, total_bytes, shown=self._shown)
+        ordered = _check_gapless(parts, total_bytes, shown=self._shown)
         if self._token is None and (self._fits_put(held[0]) if held else not ordered):
             data = [memoryview(held[1] if held else b"")]
             self._finish(
                 total_bytes, lambda backend: backend.put(self._path, data, write_id=self.write_id)
             )
         else:
-            token = self._begun()
-            self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
+            token = self._ensure_begun()
+            self._finish(total_bytes, lambda backend: self._complete(backend, token, ordered))
         self._state = "complete"
         self._held = None
 
     def abort(self) -> None:
-        """Discard everything sent, also after the phase's deadline, within `CLEAN_UP_S` seconds.
+        """Discard all parts, also after the phase's deadline, within `CLEAN_UP_S` seconds.
 
-        Idempotent. A member only stops: discarding is the owner's.
+        Idempotent. Only the owner discards; other members just stop.
         """
         with self._lock:
             if self._state == "complete":
@@ -184,17 +207,17 @@ class Upload:
             self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
         finally:
             if self._may_be_visible:
-                self._take_back()
+                self._delete_object()
 
-    def _take_back(self) -> None:
+    def _delete_object(self) -> None:
         try:
-            self._calls.cleaning_up().run("deletion", self._path, self._delete_ours)
+            self._calls.cleaning_up().run("deletion", self._path, self._delete_if_ours)
         except StorageError as error:
             if error.kind not in {"not-found", "precondition"}:
                 raise
 
-    def _begun(self) -> str:
-        """Return the token, for which the upload may have to be begun."""
+    def _ensure_begun(self) -> str:
+        """Return the token; begin the upload if nobody has."""
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
@@ -204,16 +227,16 @@ class Upload:
     def _begin(self, backend: Backend) -> str:
         token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
         try:
-            moved()
+            report_progress()
         except AbandonedError:
-            # It was given up meanwhile, so nobody else could end it.
+            # The caller abandoned the start, so nobody else knows the token.
             backend.abort_upload(self._path, token)
             raise
         return token
 
     def _send(self, part: Part, operation: str, call: Callable[[Backend, str], Part]) -> Part:
-        """Send a part and keep its receipt; the upload is dead if it may still go on."""
-        token = self._begun()
+        """Send a part and keep its receipt; an abandoned part makes the upload unusable."""
+        token = self._ensure_begun()
         what = f"{operation} of {part.size_bytes} bytes at byte {part.offset}"
 
         def send(backend: Backend) -> Part:
@@ -221,44 +244,44 @@ class Upload:
                 return call(backend, token)
             finally:
                 if self._state == "aborted" and self._is_owner:
-                    # A storage may keep a part that arrives while its upload is being aborted.
+                    # AWS, "AbortMultipartUpload": parts in progress may still succeed.
                     backend.abort_upload(self._path, token)
 
         try:
             receipt = self._calls.run(what, self._path, send, repeat="unless-abandoned")
         except BaseException as error:
-            # Left behind, or interrupted: the part may still be on its way.
+            # After an abandoned or interrupted call the part may still be in flight.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
-                self._given_up_part = part
+                self._abandoned_part = part
             raise
         with self._lock:
-            # Its receipts may have been handed over while it was being sent.
+            # `receipts` may have closed the upload while the part was being sent.
             self._check("open")
             self._parts[part.number] = receipt
         return receipt
 
-    def _join(self, backend: Backend, token: str, parts: list[Part]) -> None:
+    def _complete(self, backend: Backend, token: str, parts: list[Part]) -> None:
         if self._held is not None:
-            part, data = self._held
-            last = self._put_part(backend, token, part, [memoryview(data)], last=True)
-            parts = [last if one is part else one for one in parts]
+            held, data = self._held
+            last = self._put_part(backend, token, held, [memoryview(data)], last=True)
+            parts = [last if part is held else part for part in parts]
         backend.complete_upload(self._path, token, parts, write_id=self.write_id)
 
     def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
-        """Make the object visible; settle by looking at it what became of a lost answer."""
+        """Make the object visible; after a failure, read whether it is there all the same."""
         self._may_be_visible = True
         try:
             self._calls.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
         except StorageError as failure:
             if failure.kind in _REFUSALS:
                 raise
-            # Some storages keep no write id; there it is ours where nobody else writes the name.
+            # Storages without write ids: nobody else writes this name.
             is_gone, ours_bytes = failure.kind == "not-found", None
             # The error of the completion is the one to raise.
             with contextlib.suppress(StorageError):
-                found = self._calls.run("stat", self._path, methodcaller("stat", self._path))
-                if found.write_id == self.write_id or (is_gone and found.write_id is None):
-                    ours_bytes = found.size_bytes
+                info = self._calls.run("stat", self._path, methodcaller("stat", self._path))
+                if info.write_id == self.write_id or (is_gone and info.write_id is None):
+                    ours_bytes = info.size_bytes
             if ours_bytes == total_bytes:
                 return
             if is_gone:
@@ -269,7 +292,7 @@ class Upload:
             raise
 
     def _discard(self, backend: Backend) -> None:
-        # Waits for a thread that is just beginning the upload.
+        # Wait for a thread that is beginning the upload.
         with self._begin_lock:
             token = self._token
         if token is not None and not self._is_owner:
@@ -277,8 +300,8 @@ class Upload:
         elif token is not None:
             backend.abort_upload(self._path, token)
 
-    def _delete_ours(self, backend: Backend) -> None:
-        """Delete the object if it is of this upload, even where nobody saw it become visible."""
+    def _delete_if_ours(self, backend: Backend) -> None:
+        """Delete the object if this upload made it."""
         info = backend.stat(self._path)
         if info.write_id != self.write_id:
             return
@@ -295,11 +318,11 @@ class Upload:
             raise unable(self._calls.url, self._shown, what, step)
 
     def _check(self, *states: _State) -> None:
-        """Raise unless it can go on, and is in one of these states, if any are named."""
-        if self._given_up_part is not None:
-            at = self._given_up_part.offset
-            why = f"the part at byte {at} did not end in time and may still be changing"
-            raise self._error(f"cannot go on: {why}", "Abort it and save again.")
+        """Raise unless the upload is usable and in one of these states, if any are passed."""
+        if self._abandoned_part is not None:
+            at = self._abandoned_part.offset
+            why = f"the part at byte {at} did not end in time and may still be in flight"
+            raise self._error(f"cannot continue: {why}", "Abort it and save again.")
         if states and self._state not in states:
             raise self._error("was ended before", "Start a new one.")
 
@@ -308,13 +331,13 @@ class Upload:
         return StorageError(text, path=self._shown, next_step=next_step)
 
 
-def _whole(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:
-    """Return the parts in order; raise unless together they are the object of `total_bytes`."""
+def _check_gapless(parts: Iterable[Part], total_bytes: int, *, shown: str) -> list[Part]:
+    """Return the parts in order; raise unless they make up an object of `total_bytes`."""
     ordered = sorted(parts, key=lambda part: part.number)
     numbers = [part.number for part in ordered]
     if len({*numbers}) < len(numbers):
-        step = "Give each member numbers of its own; this is a mistake in a program."
-        raise InvalidInputError(f"Two members sent one part of {shown}.", next_step=step)
+        step = "Pass each member its own numbers; this is a bug of the calling program."
+        raise InvalidInputError(f"Two members sent the same part of {shown}.", next_step=step)
     end_bytes = 0
     for part in ordered:
         if part.offset != end_bytes:

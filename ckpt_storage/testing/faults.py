@@ -259,8 +259,8 @@ class FaultBackend(Backend):
     begin_upload = played(Backend.begin_upload)
     put_part = played(
         Backend.put_part,
-        lambda inner, path, token, number, offset, data, last: inner.put_part(
-            path, token, number, offset, first_half(data), last=last
+        lambda inner, path, token, part, data, last: inner.put_part(
+            path, token, part, first_half(data), last=last
         ),
     )
     complete_upload = played(Backend.complete_upload)

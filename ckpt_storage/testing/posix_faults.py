@@ -101,7 +101,7 @@ class FaultPosix(Posix):
 
 
 for _call in (
-    *(Posix.open_folder, Posix.forget, Posix.read_on),
+    *(Posix.open_folder, Posix.forget, Posix.advise_sequential),
     *(Posix.fchmod, Posix.fstat, Posix.fsync, Posix.write_out, Posix.unlink, Posix.is_link),
     *(Posix.fsync_folder, Posix.mkdir, Posix.rmdir, Posix.stat, Posix.scandir),
 ):

@@ -1,8 +1,8 @@
-"""Selections of chunks: read as few byte ranges, checked as they arrive, put where they belong.
+"""Reads of selections of chunks: as few byte ranges, checked as they arrive, copied to targets.
 
-A chunk lies in its file as the bytes of its elements in C order. A selection that is one long run
-of bytes goes straight into its target's memory. Anything else is read in windows of bounded size
-and copied out, by a few strided copies for each; thousands of small tensors share one request.
+A chunk is stored as the bytes of its elements in C order. A selection that is one long run of bytes
+is read directly into its target's memory. Other selections are read in windows of bounded size and
+copied out, by a few strided copies each; thousands of small tensors share one request.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ckpt_storage.format.crc import first_wrong_block
 from ckpt_storage.format.rank_manifest import wrong_block
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
-from .pacing import ReadCosts, costs_for
 from .ranges import RangeRead, RangeReader, ignore
+from .read_costs import ReadCosts, costs_for
 
 Gaps = Literal["none", "cheap"]
-"""What is read between two selected elements: nothing but the rest of their blocks, or also what
-takes less time than another request."""
+"""What is read between two selected elements: only the rest of their blocks, or also gaps that take
+less time than another request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlace:
-    """Where the bytes of one chunk or blob lie, and their checksums if there are any.
+    """The bytes of one chunk or blob in a file, and their checksums if there are any.
 
     `start` and `size_bytes` delimit the payload in the file, in bytes; `sizes` are those of the
     chunk, in elements; `file_bytes` is the length that the file must have, None if unknown. `crcs`
-    are of blocks of `block_bytes`; None: no checksums. An opaque item is no plain bytes of
-    elements: only `torch.load` can read it, and start and size are those of the whole item.
+    are of blocks of `block_bytes`; None: no checksums. An opaque item can only be read by
+    `torch.load`: start and size are those of the whole item.
     """
 
     path: str
@@ -61,10 +61,10 @@ class ChunkPlace:
     kind: Literal["raw", "opaque"] = "raw"
 
     def check(self, view: memoryview, first_byte: int) -> None:
-        """Raise `IntegrityError` unless `view` is what was written from `first_byte` on.
+        """Raise `IntegrityError` unless `view` has the checksums of its blocks.
 
-        `first_byte` is a multiple of `block_bytes`, and the view ends with a block or with the
-        payload.
+        It begins at `first_byte` of the payload, a multiple of `block_bytes`, and ends with a block
+        or with the payload.
         """
         if self.crcs is None:
             return
@@ -81,10 +81,10 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead(ABC):
-    """Elements of one chunk that are wanted; a subclass says where they go.
+    """Selected elements of one chunk; a subclass has their target.
 
-    `where` has the positions in each dimension, counted from the chunk's first element; None is
-    the whole chunk. Each element is put once, by any thread.
+    `where` has the positions in each dimension, relative to the chunk; None is the whole chunk.
+    Each element is put once, by any thread.
     """
 
     place: ChunkPlace
@@ -95,11 +95,11 @@ class ChunkRead(ABC):
     @property
     @abstractmethod
     def memory(self) -> memoryview | None:
-        """Writable bytes of the whole selection, if they may be filled as stored."""
+        """The target's memory, if it has the layout of the stored bytes."""
 
     @abstractmethod
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        """Copy elements out of a window of checked bytes, which is used again afterwards."""
+        """Copy elements out of a window of checked bytes, which is reused afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class _BytesRead(ChunkRead):
         return self.into
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        raise NotImplementedError((len(window), copies))  # no selection of plain bytes needs it
+        raise NotImplementedError((len(window), copies))  # the memory serves every selection
 
 
 def bytes_read(place: ChunkPlace, memory: memoryview, start: int = 0) -> ChunkRead:
@@ -127,7 +127,7 @@ def bytes_read(place: ChunkPlace, memory: memoryview, start: int = 0) -> ChunkRe
 
 
 def is_about(error: CheckpointError, path: str) -> bool:
-    """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
+    """Return whether `error` is about the file at `path`, which stores may name by its URL."""
     return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
 
 
@@ -143,10 +143,10 @@ class ChunkReader:
     ) -> list[RangeRead]:
         """Return the ranges that serve all `reads`, in order of file and offset; nothing is read.
 
-        A range has at most the options' `part_bytes`, except that a block or an element larger
-        than it is read whole. With a `turn` the files alternate, and each turn begins with another
-        file, so that many readers do not ask for one file at a time. Raises `FormatError` for a
-        place of another length than its chunk.
+        A range has at most the options' `part_bytes`, or one larger block or element. With a
+        `turn` the files alternate, and each turn begins with another file, so that many readers do
+        not read one file at the same time. Raises `FormatError` for a place of another length than
+        its chunk.
         """
         options = self._ranges.options
         total_bytes = sum(read.place.size_bytes for read in reads)
@@ -162,9 +162,9 @@ class ChunkReader:
         gaps: Gaps = "cheap",
         on_bytes: Callable[[int], None] = ignore,
     ) -> None:
-        """Read what is wanted and put it into the targets; all of it is checked on return.
+        """Fill the targets of `reads`; all bytes are checked on return.
 
-        Raises `IntegrityError` (file, FQN, offset) and what the store raises; targets are then
+        Raises `IntegrityError` (file, FQN, offset) and the store's errors; the targets are then
         undefined.
         """
         self._ranges.run(self.plan(reads, gaps=gaps), on_bytes=on_bytes)
@@ -182,26 +182,26 @@ class ChunkReader:
         return buffers
 
 
-# Where a window begins and ends in its file, where it begins in the payload, and the number of its
-# read. Numbers alone: the garbage collector need not look at thousands of them.
+# Start and stop in the file, start in the payload, index of the read. The garbage collector ignores
+# tuples of numbers, of which there may be thousands.
 _Window = tuple[int, int, int, int]
 _INTERVAL = itemgetter(0, 1)
 
 
 class _Plan:
-    """Cuts reads into ranges of their own and windows that neighbours share."""
+    """Divides reads into ranges of their own and windows that neighbours share."""
 
     def __init__(
         self, costs: ReadCosts, part_bytes: int, stream_count: int, total_bytes: int, gaps: Gaps
     ) -> None:
-        most_bytes = part_bytes
+        max_bytes = part_bytes
         if stream_count > 1:
-            # With these, `total_bytes` keep all streams busy to the end.
+            # Keeps all streams busy to the end.
             fair_bytes = max(costs.part_min_bytes, total_bytes // stream_count)
             part_bytes = min(part_bytes, fair_bytes)
         self._part_bytes = part_bytes
-        # Who reads no gaps wants few requests more than many at a time.
-        window_bytes = most_bytes if gaps == "none" else part_bytes
+        # Without gaps, few requests matter more than many in parallel.
+        window_bytes = max_bytes if gaps == "none" else part_bytes
         self._window_bytes = min(window_bytes, costs.window_bytes)
         self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
         # Below this, a request of its own costs more than a copy out of a shared one.
@@ -226,7 +226,7 @@ class _Plan:
             )
         if where is None:
             if 0 < total < self._direct_min_bytes and total <= self._window_bytes:
-                # Thousands of these: nothing to work out.
+                # The fast path, for thousands of small tensors.
                 window = (place.start, place.start + total, 0, len(self._reads))
                 self._reads.append(read)
                 self._windows.setdefault(place.path, []).append(window)
@@ -260,7 +260,7 @@ class _Plan:
             return
         step = self._step(self._part_bytes, read)
         if self._copies_beat_requests:
-            # Parts of nearly equal size. A part with an edge is copied: no request for it alone.
+            # Parts of nearly equal size. One with an unaligned edge is copied with its neighbour.
             fair = -(-(last - first) // -(-(last - first) // step))
             step = min(step, fair + -fair % block)
             cuts = [*range(first, last, step), last]
@@ -273,9 +273,9 @@ class _Plan:
             else:
                 self._add_windows(read, at, end)
 
-    def _step(self, most: int, read: ChunkRead) -> int:
+    def _step(self, max_bytes: int, read: ChunkRead) -> int:
         block = read.place.block_bytes
-        step = max(block, most - most % block)
+        step = max(block, max_bytes - max_bytes % block)
         return max(read.item_bytes, step - step % read.item_bytes)
 
     def _add_windows(self, read: ChunkRead, start: int, stop: int) -> None:
@@ -287,7 +287,7 @@ class _Plan:
         self._reads.append(read)
 
     def ranges(self, turn: int | None) -> list[RangeRead]:
-        """Return what was planned, neighbouring windows joined."""
+        """Return the planned ranges, with neighbouring windows joined."""
         files = []
         for path in sorted(self._direct.keys() | self._windows.keys()):
             reads, windows = self._direct.get(path, []), self._windows.get(path, [])
@@ -309,8 +309,8 @@ class _Plan:
         if turn is not None and files:
             first = turn % len(files)
             files = [*files[first:], *files[:first]]
-            most = max(map(len, files))
-            return [reads[at] for at in range(most) for reads in files if at < len(reads)]
+            longest = max(map(len, files))
+            return [reads[at] for at in range(longest) for reads in files if at < len(reads)]
         return [read for reads in files for read in reads]
 
 
@@ -340,13 +340,13 @@ def _put_windows(
 
 
 def put(read: ChunkRead, start: int, part: memoryview) -> None:
-    """Put where they belong the elements that `read` wants of checked bytes of its chunk.
+    """Copy the selected elements in `part`, checked bytes of a chunk, to the target of `read`.
 
     `part` begins at byte `start` of the payload; both its ends lie between elements.
     """
     where, sizes, size = read.where, read.chunk_sizes, read.item_bytes
     run = range(read.place.size_bytes) if where is None else run_of(sizes, where, size)
-    # Asking for the memory costs as much as a small copy.
+    # `memory` costs as much as a small copy.
     memory = None if run is None else read.memory
     if run is not None and memory is not None:
         low, high = max(start, run.start), min(start + len(part), run.stop)

@@ -1,4 +1,4 @@
-"""Many byte ranges in: ranged reads in parallel, bounded, checked while they arrive."""
+"""Parallel reads of many byte ranges, in bounded memory, checked as they arrive."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.store import Store
 
-from .pacing import READ_BUDGET, Pacer
+from .budget import READ_BUDGET
+from .pacing import Pacer
 from .rereading import read_twice
 from .workers import Workers
 
 _READ_GRACE_S = 330.0
 
 _PIECE_BYTES = 1 << 20
-"""Read from a disk and checked before it leaves a processor's second-level cache."""
+"""Pieces of local reads, small enough to be checked in the processor's second-level cache."""
 
 
 def ignore(_: object) -> None:
@@ -30,13 +31,12 @@ def ignore(_: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead:
-    """One ranged read: bytes `[start, stop)` of a file, and who takes them.
+    """One ranged read: bytes `[start, stop)` of a file, and the functions that receive them.
 
-    With `into`, a writable view of that length, the bytes are read straight into it; otherwise
-    into a buffer that is used again once `done` has returned. `done` gets the view of the bytes,
-    in a thread of the reader. `file_bytes` is the length that the file must have. `check` gets the
-    bytes as they arrive, with their distance from `start`, each once an attempt; what it gets ends
-    at a multiple of `block_bytes`, or with the range.
+    The bytes are read into `into`, a writable view of that length, or else into a buffer that is
+    reused once `done` has returned. A thread of the reader calls `done` with the view. `file_bytes`
+    is the length that the file must have. `check` gets the bytes as they arrive, with their
+    distance from `start`, once per attempt, up to a multiple of `block_bytes` or the end.
     """
 
     path: str
@@ -52,30 +52,29 @@ class RangeRead:
 class RangeReader:
     """Reads many byte ranges of one store, bounded; may be used by several threads.
 
-    At most `options.thread_count` requests are under way in each `run`, fewer where the storage
-    bears fewer; readers that follow one another pass the same `pacer`, which remembers. Buffers,
-    and answers that clients hold, take at most `memory_limit_bytes` in all reads of the process.
-    All end by the deadline of the store.
+    At most `options.thread_count` requests are in flight in each `run`, fewer after the storage
+    throttled; consecutive readers share a `pacer`. Buffers, and responses that clients hold, take
+    at most `memory_limit_bytes` in all reads of the process. All end by the deadline of the store.
     """
 
     def __init__(
         self, store: Store, options: TransferOptions, *, pacer: Pacer | None = None
     ) -> None:
         self.store, self.options = store, options
-        # All at once: reads wait for the first byte, and a storage that has too many says so.
+        # All at once: reads wait for the first byte, and a storage with too many throttles.
         self.pacer = pacer or Pacer(options.thread_count)
 
     def run(self, reads: Sequence[RangeRead], *, on_bytes: Callable[[int], None] = ignore) -> None:
-        """Do all reads, in the order of their starts.
+        """Do all reads, begun in their order.
 
-        Raises the first failure; what was to be filled is then undefined.
+        Raises the first failure; the content of the targets is then undefined.
         """
         if reads:
             run = _Run(self, reads, on_bytes)
             try:
                 run.go(reads)
             finally:
-                run.given_up.set()
+                run.cancelled.set()
 
 
 class _Run:
@@ -84,31 +83,31 @@ class _Run:
     def __init__(
         self, reader: RangeReader, reads: Sequence[RangeRead], on_bytes: Callable[[int], None]
     ) -> None:
-        self.given_up = threading.Event()
+        self.cancelled = threading.Event()
         self.deadline = reader.store.deadline
         self.on_bytes = on_bytes
         self._is_remote = reader.store.capabilities.is_remote
         self._limit_bytes = reader.options.memory_limit_bytes
         self._buffer_bytes = max((r.stop - r.start for r in reads if r.into is None), default=0)
-        # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
+        # Fresh memory costs the kernel more than the copy out of it, so buffers are reused.
         self.buffers: list[memoryview] = []
-        dearest = max(map(self._cost_bytes, reads))
-        affordable = self._limit_bytes // max(1, dearest)
-        self._most = max(1, min(reader.options.thread_count, len(reads), affordable))
+        largest_cost_bytes = max(map(self._cost_bytes, reads))
+        affordable_count = self._limit_bytes // max(1, largest_cost_bytes)
+        self._max_count = max(1, min(reader.options.thread_count, len(reads), affordable_count))
         self.pacer = reader.pacer
         self._store = reader.store.bounded(
-            self.deadline, self.given_up.is_set, throttled=self.pacer.slowed_down
+            self.deadline, self.cancelled.is_set, throttled=self.pacer.slowed_down
         )
 
     def go(self, reads: Sequence[RangeRead]) -> None:
         """Do the reads."""
         batches = [[read] for read in reads]
-        if self._most == 1:
+        if self._max_count == 1:
             if not self._is_remote:
-                # From a kernel's cache a read takes little longer than a file takes to be opened
-                # by another thread, on another core where nothing of what was read is in cache.
-                same = groupby(reads, key=lambda read: (read.path, read.file_bytes))
-                batches = [list(those) for _, those in same]
+                # A read from the kernel's cache takes little longer than to open its file, so a
+                # file is opened once.
+                same_file = groupby(reads, key=lambda read: (read.path, read.file_bytes))
+                batches = [list(batch) for _, batch in same_file]
             for batch in batches:
                 self.deadline.check(f"Reading {batch[0].path}")
                 cost_bytes = self._claim(batch)
@@ -117,13 +116,13 @@ class _Run:
                 finally:
                     READ_BUDGET.release(cost_bytes)
             return
-        # A read that still runs after a failure would write into targets that the caller may
-        # fill from elsewhere by then: wait for it, as long as one request may take.
+        # A read that still runs after a failure writes into targets that the caller may reuse, so
+        # wait for it as long as one request may take.
         workers = Workers(
-            self._most,
+            self._max_count,
             name=f"read from {self._store.url}",
             deadline=self.deadline,
-            limit=lambda: min(self._most, self.pacer.limit()),
+            limit=lambda: min(self._max_count, self.pacer.limit()),
             grace_s=_READ_GRACE_S,
         )
         with workers:
@@ -133,11 +132,11 @@ class _Run:
                     workers.submit(partial(self._read, batch), ended=ended)
                 workers.drain()
             finally:
-                # Before the threads are waited for.
-                self.given_up.set()
+                # Before `Workers` waits for its threads.
+                self.cancelled.set()
 
     def _cost_bytes(self, read: RangeRead) -> int:
-        """Return the memory that a read takes beside its target: a buffer, a client's copy."""
+        """Return the memory that a read takes besides its target: a buffer, a client's copy."""
         buffer_bytes = self._buffer_bytes if read.into is None else 0
         return buffer_bytes + (read.stop - read.start if self._is_remote else 0)
 
@@ -159,17 +158,17 @@ class _Run:
                 deque(ranges, maxlen=0)
             ranges.finish()
 
-        # What was checked and done before the mismatch is not read again.
+        # Ranges that were done before the mismatch are not read again.
         read_twice(self._store, first.path, read)
 
     def check(self, path: str) -> None:
-        """Raise if nobody waits for what is read any more."""
-        if self.given_up.is_set():
-            raise CheckpointError(f"The read of {path} was given up.")
+        """Raise if the reads were cancelled."""
+        if self.cancelled.is_set():
+            raise CheckpointError(f"The read of {path} was cancelled.")
 
     def buffer(self) -> memoryview:
         """Return a buffer for the longest read."""
-        # One list operation is atomic: no lock.
+        # One list operation is atomic, without a lock.
         try:
             return self.buffers.pop()
         except IndexError:
@@ -177,52 +176,52 @@ class _Run:
 
 
 class _Ranges:
-    """What is to be read of one file, in pieces; a read is done once all of it is checked.
+    """The reads of one file as pieces for a store; a read is done once all of it is checked.
 
-    Iterated anew, it goes on with the first read that is not done, from its first byte. The last is
-    done by `finish`: a client may notice at the end of its answer that it is worth nothing. Where
-    pieces come over a network (`piece_bytes` None), nothing is checked before that.
+    A new iteration continues with the first read that is not done, from its first byte. `finish`
+    ends the last read, as a client may refuse a response at its end. Remote reads (`piece_bytes`
+    None) are checked only then.
     """
 
     def __init__(self, run: _Run, batch: Sequence[RangeRead], piece_bytes: int | None) -> None:
         self._run = run
-        self._left = deque(batch)
+        self._pending = deque(batch)
         self._piece_bytes = piece_bytes
         self._view = memoryview(b"")
         self._buffer: memoryview | None = None
 
     def __iter__(self) -> Iterator[Range]:
         while True:
-            read = self._left[0]
+            read = self._pending[0]
             self._run.deadline.check(f"Reading {read.path}")
-            # Of an earlier attempt none: a request that was left behind may still fill it.
+            # Not the buffer of an earlier attempt: an abandoned request may still fill it.
             self._buffer = self._run.buffer() if read.into is None else None
             length = read.stop - read.start
             view = read.into if self._buffer is None else self._buffer[:length]
             assert view is not None  # noqa: S101  # either of the two
             self._view = view
             yield from self._pieces(read, view)
-            if len(self._left) == 1:
+            if len(self._pending) == 1:
                 return
             self._end()
 
     def finish(self) -> None:
-        """Check what is not checked yet, and end the last read."""
-        read = self._left[0]
+        """Check the rest, and end the last read."""
+        read = self._pending[0]
         if read.check is not None and self._piece_bytes is None and len(self._view):
             read.check(self._view, 0)
         self._end()
 
     def _end(self) -> None:
-        read, run = self._left[0], self._run
+        read, run = self._pending[0], self._run
         run.check(read.path)
         read.done(self._view)
-        # A mismatch that `done` finds is read again.
-        self._left.popleft()
+        # After `done`, which may raise a mismatch: then the read is repeated.
+        self._pending.popleft()
         if self._buffer is not None:
             run.buffers.append(self._buffer)
         length = read.stop - read.start
-        run.deadline.watch.advanced(length)
+        run.deadline.monitor.advanced(length)
         run.on_bytes(length)
 
     def _pieces(self, read: RangeRead, view: memoryview) -> Iterator[Range]:
@@ -234,7 +233,7 @@ class _Ranges:
             yield read.start + start, view[start:stop]
             self._run.pacer.succeeded()
             self._run.check(read.path)
-            judged = stop if stop == length else stop - stop % read.block_bytes
-            if check is not None and checked < judged:
-                check(view[checked:judged], checked)
-                checked = judged
+            block_end = stop if stop == length else stop - stop % read.block_bytes
+            if check is not None and checked < block_end:
+                check(view[checked:block_end], checked)
+                checked = block_end

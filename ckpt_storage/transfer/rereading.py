@@ -1,4 +1,4 @@
-"""A second read of whatever did not match: one wrong answer is not damage at rest."""
+"""A second read after a mismatch: one wrong response is not damage at rest."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger("ckpt_storage")
 T = TypeVar("T")
 
 MISMATCHES = (FormatError, IntegrityError, UnsafeContentError)
-"""What a wrong byte in an answer raises; which one depends on the byte."""
+"""Errors that a wrong byte in a response raises, depending on the byte."""
 
 
 def read_twice(store: Store, path: str, read: Callable[[], T]) -> T:
-    """Return what `read` returns, which reads and checks an object; at a mismatch read it again.
+    """Return the result of `read`, which reads and checks an object; after a mismatch, read again.
 
     The second read comes from the storage itself: see `Store.drop_caches`. Raises what the second
-    `read` raises: that is damage, or a file of another kind.
+    read raises: damage, or a file of another kind.
     """
     try:
         return read()
@@ -30,7 +30,7 @@ def read_twice(store: Store, path: str, read: Callable[[], T]) -> T:
     store.drop_caches(path)
     result = read()
     log.warning(
-        "%s was read twice: the first answer was wrong, the second is right. Check the memory and "
+        "%s was read twice: the first response was wrong, the second right. Check the memory and "
         "the network of this host if this repeats. The first: %s",
         store.shown(path),
         mismatch,

@@ -1,4 +1,4 @@
-"""Threads that move bytes: daemons with names; a stuck thread is never joined at exit."""
+"""Named daemon threads that run jobs; a stuck thread never delays the exit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _REPORT_S = 1.0
 class Workers:
     """A few daemon threads that run jobs in parallel; the first failure stops the rest.
 
-    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run. Leaving
-    the block starts no more of them, and waits at most `grace_s` for those that run.
+    A context manager of one thread. `submit` blocks while `limit` jobs are queued or running. The
+    end of the block starts no more of them, and waits at most `grace_s` for those that run.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Workers:
     ) -> None:
         self._deadline, self._name, self._grace_s = deadline, name, grace_s
         self._limit = limit or (lambda: 2 * count)
-        # What a thread is to do, and what is due once it has, or never will.
+        # A job, and the function to call after it, also if it is never run.
         self._jobs: queue.SimpleQueue[tuple[Callable[[], object], ...] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open_count = 0
@@ -54,7 +54,7 @@ class Workers:
             try:
                 start_thread(thread)
             except BaseException:
-                # A process may have no more threads; those that it has would wait for ever.
+                # At the system's limit of threads: end those that did start.
                 for _ in range(number):
                     self._jobs.put(None)
                 raise
@@ -83,10 +83,10 @@ class Workers:
     ) -> None:
         """Queue `job`; raise the failure of an earlier job, or `PhaseTimeoutError`.
 
-        `ended` is called once, after `job` or in its place where it is not run any more.
+        `ended` is called once, after `job` or, if the job is never run, in its place.
         """
         try:
-            self.wait_for_place()
+            self.wait_for_slot()
         except BaseException:
             ended()
             raise
@@ -94,8 +94,8 @@ class Workers:
             self._open_count += 1
         self._jobs.put((job, ended))
 
-    def wait_for_place(self) -> None:
-        """Wait until `submit` would not; raises what it would."""
+    def wait_for_slot(self) -> None:
+        """Wait until `submit` would not block; raises as it does."""
         self._wait(lambda: self._open_count < self._limit())
 
     def drain(self) -> None:
@@ -127,27 +127,27 @@ class Workers:
         end = begin + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
         stuck = self._stuck(min(end, begin + _REPORT_S))
         if stuck and isinstance(error, CheckpointError):
-            # Other ranks must not wait for what hangs here; and requests are given up now.
-            self._deadline.watch.failed(error)
+            # Other ranks must not wait for the stuck thread, and requests are abandoned now.
+            self._deadline.monitor.failed(error)
         stuck = self._stuck(end)
         if stuck and error is not None:
             error.add_note(
-                f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
-                "be used again."
+                f"{', '.join(stuck)} is still running: do not reuse memory that it was filling or "
+                "sending."
             )
 
     def _stuck(self, end: float) -> list[str]:
-        """Return which threads still run at a moment."""
+        """Return the names of threads that still run at `end`."""
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
 def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return what `calls` to `store` return; made at one time where each costs a round trip.
+    """Return what `calls` to `store` return; in parallel where each costs a round trip.
 
-    Their order must not matter. All have ended on return. Raises the first failure; others then may
-    go on for a moment, and end by the store's deadline.
+    Their order must not matter. All have ended on return. Raises the first failure; others may then
+    still run, until the store's deadline.
     """
     if not store.capabilities.is_remote:
         return [call() for call in calls]
@@ -161,9 +161,9 @@ def some_at_once(
     name: str = "ckpt-storage side by side",
     deadline: Deadline | None = None,
 ) -> list[T]:
-    """Do as `side_by_side` with any storage, with so many calls under way at a time.
+    """Do as `side_by_side` with any storage, with `thread_count` calls at a time.
 
-    With a `deadline`, those under way at a failure have longer to end.
+    With a `deadline`, calls that run during a failure get longer to end.
     """
     results: dict[int, T] = {}
 

@@ -1,4 +1,4 @@
-"""One new object out, in parts: how they are cut, in what memory, and which threads send them."""
+"""Writes of new objects in parts: the size of parts, their memory, and the threads that send."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.crc import BlockHasher, combine, crc32c_of
 from ckpt_storage.options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-from .pacing import BUDGET, Pacer
+from .budget import BUDGET
+from .pacing import Pacer
 from .workers import Workers
 
 _MAX_UPLOAD_PARTS = 9_000
-"""Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
+"""Below S3's 10,000, as sizes of a plan are estimates."""
 
 _GROWN_PART_COUNT = 16
-"""How many parts a file has at least before they are made larger: enough to send at a time."""
+"""Parts of a file before they grow: enough to send in parallel."""
 
 _GROWN_PART_BYTES = 32 << 20
-"""What a part of a large file is where it is sent without a copy: each costs a request."""
+"""Size of the parts of a large file that are sent without a copy: each costs a request."""
 
 
 def write_options(
@@ -31,9 +33,10 @@ def write_options(
     part_bytes: int | None,
     memory_limit_bytes: int | None,
 ) -> TransferOptions:
-    """Return what the user chose for writing, and what suits the store where they did not.
+    """Return the user's options for writing, completed by defaults that suit the store.
 
-    Without `capabilities` what suits any remote one. Raises `InvalidInputError` for what cannot be.
+    Without `capabilities` the defaults suit any remote store. Raises `InvalidInputError` for
+    values that contradict each other.
     """
     options = TransferOptions.for_storage(
         is_remote=capabilities is None or capabilities.is_remote,
@@ -67,7 +70,7 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
     size = -(-size // multiple) * multiple
     most = capabilities.max_part_bytes
     if most is not None and size > most:
-        what = f"A file of {planned_bytes} bytes in parts of {size} bytes is asked for"
+        what = f"A file of {planned_bytes} bytes needs parts of {size} bytes"
         step = "Save from more ranks, so that each writes less."
         if options.part_bytes > most:
             step = f"Lower part_bytes to {most} or less."
@@ -82,20 +85,20 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
 
 
 def copies_of(capabilities: Capabilities) -> int:
-    """Return how many times a part is in memory on its way: most remote clients join its views."""
+    """Return how often a part is in memory while it is sent: most clients join its views."""
     return 2 if capabilities.is_remote and not capabilities.streams_parts else 1
 
 
 class ObjectWriter:
     """Writes one new object from front to back, in parts; ended by `complete` or `abort`.
 
-    Where a request costs a round trip, or several local writes were asked for, threads send the
-    parts; else the caller's own does, while the bytes are still in the processor's cache. All
-    transfers of the process together take at most `memory_limit_bytes`. What is written must stay
-    as it is until `complete` returns.
+    On remote storage, or with several threads, threads send the parts; else the caller's thread
+    does, while the bytes are still in the processor's cache. All transfers of the process together
+    take at most `memory_limit_bytes`. Buffers must not change until `complete` returns: each part
+    is sent with the checksum that `write` computed.
     """
 
-    def __init__(  # call sites name all of them
+    def __init__(
         self,
         store: Store,
         path: str,
@@ -108,7 +111,7 @@ class ObjectWriter:
         capabilities = store.capabilities
         self.part_bytes = part_bytes_for(capabilities, options, planned_bytes)
         self._part: list[memoryview] = []
-        self._part_size = 0
+        self._part_size = self._part_crc = 0
         self._what = f"Writing {path}"
         self._limit_bytes = options.memory_limit_bytes
         self._cost_bytes = self.part_bytes * copies_of(capabilities)
@@ -116,6 +119,8 @@ class ObjectWriter:
         self._on_bytes = on_bytes
         self._part_count = 0
         self._sent_bytes = 0
+        # Of the parts that were submitted; after `complete`, of the object.
+        self.crc32c = 0
         self._claimed_bytes = 0
         most = options.thread_count if capabilities.parallel_parts else 1
         most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
@@ -127,8 +132,11 @@ class ObjectWriter:
                 most, name=f"write {path}", deadline=deadline, limit=self._pacer.limit
             )
 
-    def write(self, view: memoryview) -> None:
-        """Append bytes. Waits until there is memory for them; raises what sending a part raised."""
+    def write(self, view: memoryview, blocks: BlockHasher | None = None) -> None:
+        """Append bytes, and their block checksums to `blocks`.
+
+        Waits for memory; raises the failure of an earlier part.
+        """
         while len(view):
             if self._part_size == self.part_bytes:
                 self._send(last=False)
@@ -139,21 +147,25 @@ class ObjectWriter:
                 self._claimed_bytes = self._cost_bytes
             room = self.part_bytes - self._part_size
             piece, view = view[:room], view[room:]
+            crc32c = crc32c_of(piece) if blocks is None else blocks.update(piece)
             self._part.append(piece)
             self._part_size += len(piece)
+            self._part_crc = combine(self._part_crc, crc32c, len(piece))
 
     def _send(self, *, last: bool) -> None:
         views, size_bytes = self._part, self._part_size
         self._part, self._part_size = [], 0
+        part_crc, self._part_crc = self._part_crc, 0
+        self.crc32c = combine(self.crc32c, part_crc, size_bytes)
         number, offset = self._part_count, self._sent_bytes
         claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
         self._part_count += 1
         self._sent_bytes += size_bytes
 
         def send() -> None:
-            self._upload.write_part(number, offset, views, last=last)
+            self._upload.write_part(number, offset, views, last=last, crc32c=part_crc)
             self._pacer.succeeded()
-            self._deadline.watch.advanced(size_bytes)
+            self._deadline.monitor.advanced(size_bytes)
             self._on_bytes(size_bytes)
 
         def end() -> None:
@@ -178,7 +190,7 @@ class ObjectWriter:
         if self._workers is not None:
             self._workers.drain()
         self._upload.complete(self._sent_bytes)
-        self._deadline.watch.advanced(file_count=1)
+        self._deadline.monitor.advanced(file_count=1)
         self._stop()
 
     def abort(self) -> None:

@@ -27,9 +27,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, consolidate, run_consolidate
 from ckpt_storage.options import MIB, Timeouts
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, Part
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.deadline import Stalling
+from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -80,11 +80,10 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(
             LocalBackend.capabilities, **able, copy_min_bytes=None, is_remote=True
         )
 
-        def put_part(self, path: str, token: str, *given: Any, last: bool) -> str:
-            _, offset, data = given
-            assert offset == sum(ends.setdefault(path, []))
-            ends[path].append(sum(map(len, data)))
-            return super().put_part(path, token, *given, last=last)
+        def put_part(self, path: str, token: str, part: Part, *rest: Any, **more: Any) -> str:
+            assert part.offset == sum(ends.setdefault(path, []))
+            ends[path].append(part.size_bytes)
+            return super().put_part(path, token, part, *rest, **more)
 
     backend = InOrder(str(tmp_path / "out"))
     opener = Opener(lambda place, inner: backend if place.path.endswith("out") else inner)
@@ -282,7 +281,7 @@ def test_an_export_that_takes_long_goes_on_while_bytes_move(
         nonlocal now_s
         now_s += 10
 
-    defaults: Any = Stalling.__init__.__kwdefaults__
+    defaults: Any = StallDetector.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "clock", lambda: now_s)
     consolidate(url, tmp_path / "out", max_file_bytes=8_000, timeout=17, progress=wait)
     assert now_s > 34
@@ -303,7 +302,7 @@ def test_an_export_that_stands_still_ends_with_a_documented_error(
 
     monkeypatch.setattr(ckpt_storage.export.output, "open_store", Opener(wrap))
     try:
-        with pytest.raises(PhaseTimeoutError, match="has not moved for") as caught:
+        with pytest.raises(PhaseTimeoutError, match="made no progress for") as caught:
             consolidate(url, tmp_path / "out", timeout=Timeouts(consolidate=0.5))
     finally:
         for backend in hanging:

@@ -32,7 +32,7 @@ from ckpt_storage.export.convert import convert
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Stalling
+from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.testing.s3_server import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -438,7 +438,7 @@ def test_bytes_that_move_are_no_stall(
 ) -> None:
     """A process alone has no other limit than that of standing still, not even while it plans."""
     moved: list[int] = []
-    monkeypatch.setattr(Stalling, "advanced", lambda _, count=0, **_files: moved.append(count))
+    monkeypatch.setattr(StallDetector, "advanced", lambda _, count=0, **_files: moved.append(count))
     save({"w": seeded(1, 5000)}, tmp_path / "src")
     convert(tmp_path / "src", path_of(tmp_path, to, "dst"), to=to, timeout=Timeouts(plan=1e-9))
     assert sum(moved) >= 20_000
@@ -502,7 +502,7 @@ def test_a_conversion_that_takes_long_goes_on_while_bytes_move(
         nonlocal now_s
         now_s += 1
 
-    defaults: Any = Stalling.__init__.__kwdefaults__
+    defaults: Any = StallDetector.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "clock", lambda: now_s)
     given: dict[str, Any] = {"max_file_bytes": 20_000, "timeout": 17}
     convert(tmp_path / "m.pt", tmp_path / "out", to="dcp", progress=wait, **given)

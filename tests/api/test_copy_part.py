@@ -22,6 +22,7 @@ import ckpt_storage
 from ckpt_storage import copy, errors, list_checkpoints, open_checkpoint, verify
 from ckpt_storage.commit import attempt
 from ckpt_storage.store.backends.posix import Posix
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.ranks import run_ranks
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -188,6 +189,22 @@ def test_copies_never_reads_and_sends_every_byte(source: Path, target: Path) -> 
     report = copy(source, target, exclude="optim*", copies="never")
     assert (report.copied_bytes, report.sent_bytes) == (0, report.total_bytes)
     assert not shards_of(target)[0].samefile(shards_of(source)[0])
+
+
+def test_a_wrong_copy_of_the_storage_is_read_and_sent(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google Cloud Storage reports the checksum of the copy: here another one than recorded."""
+    plain = Store.copy_object
+
+    def copied_wrongly(*args: Any, **options: Any) -> int:
+        plain(*args, **options)
+        return 1
+
+    monkeypatch.setattr(Store, "copy_object", copied_wrongly)
+    report = copy(source, target, exclude="optim*")
+    assert (report.copied_bytes, report.sent_bytes) == (0, report.total_bytes)
+    assert verify(target).ok
 
 
 def test_another_copy_sends_nothing_and_another_choice_is_another_save(

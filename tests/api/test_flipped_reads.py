@@ -9,13 +9,12 @@ from typing import Any
 import flipped_reads as flips
 import pytest
 import torch
+from flipping_server import FlippingServer
 
 from ckpt_storage import IntegrityError, load, save, verify
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.testing import s3_server
-from ckpt_storage.testing.s3_objects import Answer, Request
-from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.rereading import read_twice
 
 
@@ -24,23 +23,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("flips") / "run"
     flips.save_steps(found)
     return found
-
-
-class FlippingServer(S3Server):
-    """Answers each read of a name that ends so with one wrong byte, `left_count` times."""
-
-    suffix, left_count = "nothing", 0
-
-    def answer(self, request: Request) -> Answer:
-        """Return what any server does, once with a wrong byte in its middle."""
-        found = super().answer(request)
-        is_meant = request.op == "get" and request.key.endswith(self.suffix)
-        if not is_meant or not self.left_count or not len(found.body):
-            return found
-        self.left_count -= 1
-        body = bytearray(found.body)
-        body[len(body) // 2] ^= 4
-        return found._replace(body=bytes(body))
 
 
 @pytest.mark.parametrize("kind", flips.KINDS)
@@ -76,12 +58,12 @@ def test_a_wrong_byte_from_a_server_is_read_again(suffix: str) -> None:
         server.create_bucket("bkt")
         options: dict[str, Any] = {"storage_options": server.storage_options}
         save({"w": torch.arange(1000.0)}, "s3://bkt/run", **options)
-        server.suffix, server.left_count = suffix, 1
+        server.flip(suffix)
         state = {"w": torch.zeros(1000)}
         load(state, "s3://bkt/run", **options)
         assert torch.equal(state["w"], torch.arange(1000.0))
         assert server.left_count == 0
-        server.left_count = 2
+        server.flip(suffix, 2)
         with pytest.raises(IntegrityError, match="read twice"):
             load(state, "s3://bkt/run", **options)
 
@@ -101,7 +83,7 @@ def test_the_second_read_takes_a_new_connection(monkeypatch: pytest.MonkeyPatch)
         options: dict[str, Any] = {"storage_options": server.storage_options}
         store = open_store("s3://bkt/run", **options)
         store.put("a", b"sound")
-        server.suffix, server.left_count = "a", 1
+        server.flip("a")
         before = len(connections)
 
         def read() -> bytes:

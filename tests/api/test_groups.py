@@ -192,9 +192,9 @@ def test_a_file_that_fails_ends_the_other(tmp_path: Path) -> None:
     written: list[str] = []
     payload = ShardFileWriter.payload
 
-    def noted(self: ShardFileWriter, views: Any) -> None:
+    def noted(self: ShardFileWriter, views: Any, also: Any) -> None:
         written.append("payload")
-        payload(self, views)
+        payload(self, views, also)
 
     state = {f"model{n}": seeded(n, MIB // 4) for n in range(200)} | {"optim": seeded(0, MIB)}
     with pytest.MonkeyPatch.context() as patch:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 import ckpt_storage
-from ckpt_storage import KeepLatest, KeepPart
+from ckpt_storage import CheckpointManager, KeepLatest, KeepPart
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.testing.s3_server import S3Server
 
 _TENSOR_COUNT = 24
 _WEIGHTS = 2 / 10
@@ -138,6 +139,90 @@ def copies(folder: Path, state: Mapping[str, Any], count: int) -> str:
     return in_turns(runs, count)
 
 
+def lora_of(parameter_count: int) -> dict[str, Any]:
+    """Return a frozen model and an adapter with a hundredth of the bytes."""
+    size = parameter_count // _TENSOR_COUNT
+    frozen = {f"layers.{number}": torch.randn(size) for number in range(_TENSOR_COUNT)}
+    return {"base": frozen, "lora": torch.randn(parameter_count // 100)}
+
+
+def reuses(
+    root: str, state: dict[str, Any], count: int, sent: Callable[[], int], **more: Any
+) -> str:
+    """Compare full saves with those that reuse a frozen model; `sent` are bytes written so far.
+
+    The third save without names is the first that can reuse anything.
+    """
+    runs: dict[str, dict[str, Any]] = {
+        "full": {},
+        "second, named": {"reuse": True, "stable": "base.*"},
+        "third, not named": {"reuse": True},
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    written: dict[str, int] = {}
+    for number in range(count):
+        for name, options in runs.items():
+            url, steps = f"{root}/{number}-{name}", 2 if "second" in name else 3
+            with CheckpointManager(url, pruning="manual", **options, **more) as manager:
+                for step in range(steps):
+                    state["lora"] += 1
+                    before, begin = sent(), time.monotonic()
+                    manager.save(step, state)
+                times[name].append(time.monotonic() - begin)
+                written[name] = sent() - before
+                for step in range(steps):
+                    manager.delete(step)
+    full_s = statistics.median(times["full"])
+    return "\n".join(
+        f"  {name}: {statistics.median(each):.3f} s ({min(each):.3f} to {max(each):.3f}), "
+        f"{statistics.median(each) / full_s:.2f}; {written[name]:,} bytes, "
+        f"{written[name] / written['full']:.4f}"
+        for name, each in times.items()
+    )
+
+
+def nothing_equal(root: Path, state: dict[str, Any], count: int) -> str:
+    """Compare the second and third save of a state that all changes with plain saves."""
+    tensors = [*state["model"].values(), *state["optimizer"].values()]
+    times: dict[str, list[float]] = {"plain": [], "reuse=True": []}
+    for number in range(count):
+        for name, seconds in times.items():
+            reuse = name != "plain"
+            with CheckpointManager(root / f"{number}", reuse=reuse, pruning="manual") as manager:
+                for step in range(3):
+                    for tensor in tensors:
+                        tensor.add_(1)
+                    begin = time.monotonic()
+                    manager.save(step, state)
+                    if step:
+                        seconds.append(time.monotonic() - begin)
+            shutil.rmtree(root / f"{number}")
+    plain_s = statistics.median(times["plain"])
+    return "\n".join(
+        f"  {name}: {statistics.median(each):.3f} s ({min(each):.3f} to {max(each):.3f}), "
+        f"{statistics.median(each) / plain_s:.2f}"
+        for name, each in times.items()
+    )
+
+
+def reuse(folder: Path, parameter_count: int, count: int) -> None:
+    """Print what reuse saves, on a disk and in a bucket, and its cost where nothing stays."""
+    state = lora_of(parameter_count)
+    print("a frozen model, on a disk")
+    print(reuses(str(folder / "lora"), state, count, lambda: used_bytes(folder)))
+    with S3Server() as server:
+        server.create_bucket("lora")
+
+        def sent_bytes() -> int:
+            return sum(request.bytes_in for request in server.requests)
+
+        print("a frozen model, in a bucket of the in-memory S3 server")
+        options = server.storage_options
+        print(reuses("s3://lora", state, count, sent_bytes, storage_options=options))
+    print("a state that all changes, second and third save, on a disk")
+    print(nothing_equal(folder / "all", state_of(parameter_count), count))
+
+
 def main() -> None:
     """Measure what the command line asks for and print it."""
     parser = argparse.ArgumentParser(prog="python tests/benchmarks/keep.py", description=__doc__)
@@ -146,12 +231,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--whole", type=int, default=3)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--reuse", action="store_true", help="measure saves with a base alone")
     asked = parser.parse_args()
     torch.manual_seed(0)
     state = state_of(asked.parameters)
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         print(f"{asked.parameters:,} parameters, load average {os.getloadavg()[0]:.1f}")
+        if asked.reuse:
+            reuse(folder, asked.parameters, asked.runs)
+            return
         print("saves\n" + saves(folder, state, asked.runs))
         print("copies\n" + copies(folder, state, asked.runs))
         print(keep_run(folder, state, asked.steps, asked.whole))

@@ -138,7 +138,7 @@ class SimulatedRank:
         if _is_shared(rank):
             client._pool = cast("Any", _CallersThread())  # noqa: SLF001  # see the module
         keys = KeyValues(client, "ckpt_storage/main")
-        self.ranks = RankGroup(Lane(keys, rank=rank, names=range(world_size)))
+        self.ranks = RankGroup(Lane(keys, rank=rank, global_ranks=range(world_size)))
 
     def _connect(self) -> CountingStore:
         store = dist.TCPStore("127.0.0.1", self._port, wait_for_workers=False)

@@ -183,9 +183,7 @@ def head(root: Path) -> dict[str, Any]:
     if data[-8:] == b"CKPTSTO1" and data[-16:-8].isdigit():
         footer = json.loads(data[-16 - int(data[-16:-8]) : -16])
     need(footer["slot"] <= last, "slots were lost")
-    record: dict[str, Any] = {"head": None, "type": "fence"}
-    if last:
-        record = slot(root, last)
+    record: dict[str, Any] = slot(root, last) if last else {"head": None, "type": "fence"}
     at, head = last, record["head"]
     if head is None:
         while record["type"] == "fence" and at > 1 and slot_path(root, at - 1).is_file():
@@ -267,6 +265,8 @@ def rank_files(root: Path, body: Any, save_id: str, rank: int, found: Any) -> li
         data = checked(root, f"saves/{save_id}/__{rank}_{index}.distcp", file["bytes"], crc)
         files.append((rank, file["bytes"], crc))
         rows = list(zip(*(column(file["items"][key], least=-1) for key in COLUMNS), strict=True))
+        need(len(base64.b64decode(file.get("hashes", ""))) in {0, 16 * len(rows)}, "hashes")
+        need(column(file.get("moving", []), below=len(rows)) is not None, "moving values")
         frames = iter(crcs(file["frame_crcs"], len(rows) + 1))
         blocks = iter(crcs(file["block_crcs"], sum(-(-row[-1] // block) for row in rows)))
         end = stop = 0

@@ -296,3 +296,31 @@ def test_the_rows_of_the_state_table_stay(name: str) -> None:
         open_checkpoint(DECIDED / "states" / name)
     with pytest.raises((spec_reader.RefusedError, spec_reader.NoCheckpointError)):
         spec_reader.read(DECIDED / "states" / name)
+
+
+def saved_by_reuse(step: int) -> dict[str, Any]:
+    """Return the state of a step of golden/v1-reuse, of both ranks."""
+    rows = torch.arange(12.0).reshape(3, 4)
+    changed = rows + 1 if step == 10 else rows + 2
+    return {"model": {"w0": rows, "w1": changed, "w2": rows + 3, "w3": rows + 4}, "step": step}
+
+
+@pytest.mark.parametrize(("step", "ages"), [(11, [1, None, 0, None]), (12, [2, None, 1, None])])
+def test_reused_files_are_read_by_everyone(step: int, ages: list[int | None]) -> None:
+    """Ours, torch's own and the page's reader; of a value that changed its rank says so."""
+    path, expected = GOLDEN.parent / "v1-reuse" / f"step-{step:08d}", saved_by_reuse(step)
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        load(state := zeros_like(expected), path)
+        assert same(state, expected)
+    found = spec_reader.read(path)
+    assert found.tensors["model.w1"][1].tobytes() == raw_bytes(expected["model"]["w1"])
+    assert ckpt_storage.verify(path).ok
+    files, moving = list[Any](), set[str]()
+    for where in sorted(path.rglob("rank-*.json")):
+        body = unseal(data := where.read_bytes(), path=str(where))
+        manifest = RankManifest.from_body(body, where=str(where))
+        assert seal(manifest.to_body()) == data
+        files += manifest.files
+        moving |= {manifest.fqns[file.fqn[at]] for file in manifest.files for at in file.moving}
+    assert [file.age for file in files] == ages
+    assert moving == {"model.w1"}

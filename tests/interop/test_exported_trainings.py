@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_tools import need
+from integration_tools import EXAMPLES, ROOT, need
+from warm import run_script
 
 import ckpt_storage
+from ckpt_storage.testing.s3_server import S3Server
 
 need("accelerate")
 need("peft")
@@ -59,3 +64,43 @@ def test_an_exported_fine_tune_is_read_by_transformers(tmp_path: Path) -> None:
     text = torch.tensor([words("world hello")["input_ids"]])
     assert text.tolist() == [[1, 0]]
     assert torch.equal(found(text).logits, trained(text).logits)
+
+
+def start_example(folder: Path, server: S3Server, **job: Any) -> tuple[int, str]:
+    """Run the example with LoRA on a bucket; `kill_at` names the step before which it is killed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "AWS_ENDPOINT_URL": server.endpoint_url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
+    script = ROOT / "tests/support/killed_trainer.py"
+    job = {"script": str(EXAMPLES / "trainer_resume.py"), "kill_at": None, **job}
+    return run_script(script, json.dumps(job), folder=folder, environment=environment)
+
+
+def test_the_example_on_s3_is_killed_and_resumes_bit_for_bit(
+    tmp_path: Path, server: S3Server
+) -> None:
+    """Losses and adapter are those of a run that was not killed; PEFT reads the export."""
+    outputs = [tmp_path / name for name in ("whole", "run")]
+    for output in outputs:
+        job = {"url": f"s3://bucket/{output.name}", "adapter": str(output)}
+        job |= {"losses": str(tmp_path / f"{output.name}.json")}
+        if output.name == "run":
+            code, text = start_example(tmp_path, server, kill_at=5, **job)
+            assert code == -9, text
+            assert not output.exists()
+        code, text = start_example(tmp_path, server, **job)
+        assert code == 0, text
+    whole, run = (json.loads(output.with_suffix(".json").read_text()) for output in outputs)
+    assert list(whole) == list("12345678")
+    assert run == whole
+    weights = [output / "adapter_model.safetensors" for output in outputs]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    base = runpy.run_path(str(EXAMPLES / "trainer_resume.py"))["base_model"]()
+    library: Any = importlib.import_module("peft").PeftModel
+    model = library.from_pretrained(base, str(tmp_path / "run"))
+    assert any(value.any() for name, value in model.named_parameters() if "lora_B" in name)

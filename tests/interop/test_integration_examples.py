@@ -1,57 +1,15 @@
-"""Examples of loops without an adapter of ours: accelerate, torchrun on two nodes, Ray Train."""
+"""Examples of loops without an adapter of ours: torchrun on two nodes, Ray Train."""
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
-from integration_tools import EXAMPLES, ROOT, finish, finish_all, need, sound, torchrun
+from integration_tools import EXAMPLES, finish, finish_all, need, sound
 from servers import free_port
-from warm import run_script
 
 import ckpt_storage
-
-LOOP = str(EXAMPLES / "accelerate_loop.py")
-CPU = {"ACCELERATE_USE_CPU": "true"}
-
-
-def trained(folder: Path, url: str) -> tuple[str, dict[tuple[int, int], str]]:
-    """Train to step 9 on two ranks; return what was printed, and losses by rank and step."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **CPU}
-    code, output = run_script(LOOP, url, "9", folder=folder, environment=environment, ranks=2)
-    assert code == 0, output
-    return output, losses_in(output)
-
-
-def losses_in(output: str) -> dict[tuple[int, int], str]:
-    """Return what was printed, by rank and step, to the last bit."""
-    # torchrun's ranks write without buffers: a line's end may follow another's line.
-    found = re.findall(r"rank (\d+) step (\d+) loss (-?0x[0-9a-f.]+p[+-]\d+)", output)
-    return {(int(rank), int(step)): loss for rank, step, loss in found}
-
-
-def test_a_killed_loop_of_accelerate_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """A rank is killed in the second epoch; each later loss is that of an undisturbed run."""
-    need("accelerate")
-    _, whole = trained(tmp_path, str(tmp_path / "whole"))
-    assert len(whole) == 2 * 9
-
-    url = str(tmp_path / "run")
-    code, output = finish(torchrun(LOOP, url, "9", "8"), tmp_path, CPU)
-    assert code != 0
-    assert "SIGKILL" in output or "exitcode: -9" in output, output
-    assert len({step for _, step in losses_in(output)}) == 8
-
-    output, resumed = trained(tmp_path, url)
-    # The save of step 6 may have been in flight.
-    (name,) = set(re.findall(r"rank [01] resumed from (step-\d{8})", output))
-    assert name in {"step-00000003", "step-00000006"}
-    step = int(name.rpartition("-")[2])
-    assert resumed == {key: loss for key, loss in whole.items() if key[1] > step}
-    assert sound(url) == ["step-00000006", "step-00000009"]
 
 
 def test_agents_of_two_nodes_share_a_folder(tmp_path: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, need
+from integration_tools import EXAMPLES, ROOT, need, sound
 from warm import run_script
 
 import ckpt_storage
+from ckpt_storage.testing.s3_server import S3Server
 
 need("lightning")
 
@@ -42,6 +44,19 @@ torch.distributed.destroy_process_group()
 """
 
 
+KILLED = """
+import json, os, signal, sys
+import lightning_fit
+url, kill_at = json.loads(sys.argv[1])
+step = lightning_fit.Regression.training_step
+def killed(self, batch, index):
+    if self.global_step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch, index)
+lightning_fit.Regression.training_step = killed
+lightning_fit.main(url)
+"""
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
 
 
@@ -51,15 +66,129 @@ def adapter(**options: Any) -> Any:
     )
 
 
-def test_a_run_that_failed_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """`fit` goes on from the newest checkpoint with the losses of a run that did not fail."""
-    script = EXAMPLES / "lightning_fit.py"
-    code, output = run_script(script, folder=tmp_path, environment=ENVIRONMENT)
+def run_example(folder: Path, url: str, kill_at: int | None = None) -> tuple[int, dict[str, str]]:
+    """Run the example; return its exit code and the losses by step, to the last bit."""
+    script = folder / "job.py"
+    script.write_text(KILLED, encoding="utf-8")
+    job = json.dumps([url, kill_at])
+    code, output = run_script(script, job, folder=folder, environment=ENVIRONMENT)
+    return code, dict(re.findall(r"step (\d+) loss (\S+)", output))
+
+
+@pytest.mark.parametrize("place", ["disk", "s3"])
+def test_a_killed_run_resumes_bit_for_bit(
+    tmp_path: Path, place: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`last_checkpoint` finds the newest, of a bucket too; losses are those of a whole run."""
+    url = str(tmp_path / "run") if place == "disk" else "s3://bucket/run"
+    for name, value in {
+        "AWS_ENDPOINT_URL": server.endpoint_url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    code, whole = run_example(tmp_path, str(tmp_path / "whole"))
+    assert (code, list(whole)) == (0, list("01234567"))
+    code, _ = run_example(tmp_path, url, kill_at=5)
+    assert code == -9
+    code, resumed = run_example(tmp_path, url)
+    assert code == 0
+    assert resumed == {step: whole[step] for step in "4567"}
+    options = server.storage_options if place == "s3" else None
+    infos = ckpt_storage.list_checkpoints(url, storage_options=options)
+    assert [info.name for info in infos] == ["step=6.ckpt", "step=8.ckpt"]
+
+
+TRAINER = """
+import json, os, signal, sys
+import lightning, lightning_fit
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from ckpt_storage.integrations.lightning import CheckpointStorageIO, last_checkpoint
+
+kind, url = json.loads(sys.argv[1])
+
+class Logging(lightning_fit.Regression):
+    def training_step(self, batch, index):
+        if kind == "signal" and self.global_step == 3 and not last_checkpoint(url):
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.log("score", float(self.global_step), on_step=True)
+        return super().training_step(batch, index)
+    test_step = training_step
+
+kept = ModelCheckpoint(
+    dirpath=url, filename="{step}", every_n_train_steps=2, monitor="score", mode="min", save_top_k=1
+)
+callbacks = [OnExceptionCheckpoint(url, "preempted")] if kind == "signal" else [kept]
+io = CheckpointStorageIO()
+trainer = lightning.Trainer(
+    plugins=[AsyncCheckpointIO(io) if kind == "background" else io], callbacks=callbacks,
+    accelerator="cpu", max_steps=6, logger=False, enable_progress_bar=False,
+)
+module = Logging()
+trainer.fit(module, lightning_fit.data(), ckpt_path=last_checkpoint(url))
+if kind == "best":
+    trainer.test(module, lightning_fit.data(), ckpt_path="best")
+print("best", kept.best_model_path)
+"""
+
+
+def run_trainer(folder: Path, kind: str) -> tuple[int, str]:
+    script = folder / "trainer.py"
+    script.write_text(TRAINER, encoding="utf-8")
+    job = json.dumps([kind, str(folder / "run")])
+    return run_script(script, job, folder=folder, environment=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("kind", ["best", "background"])
+def test_the_best_is_kept_and_loaded(tmp_path: Path, kind: str) -> None:
+    """`ModelCheckpoint` keeps the best; `AsyncCheckpointIO` around the plug-in saves beside it."""
+    code, output = run_trainer(tmp_path, kind)
     assert code == 0, output
-    assert "ended by a fault in the middle of training" in output
-    assert "resumed from step=4.ckpt" in output
-    assert "losses are bit-identical to those of the whole run" in output
-    assert "kept: step=6.ckpt, step=8.ckpt" in output
+    assert sound(str(tmp_path / "run")) == ["step=2.ckpt"]
+    assert "best " + str(tmp_path / "run/step=2.ckpt") in output
+
+
+def test_a_signal_saves_and_the_next_run_resumes(tmp_path: Path) -> None:
+    """Lightning's `OnExceptionCheckpoint` saves after SIGTERM, through the plug-in."""
+    code, output = run_trainer(tmp_path, "signal")
+    assert "step 3 loss" in output
+    assert sound(str(tmp_path / "run")) == ["preempted.ckpt"], (code, output)
+    code, output = run_trainer(tmp_path, "signal")
+    assert code == 0, output
+    assert list(dict(re.findall(r"step (\d+) loss (\S+)", output))) == ["4", "5"]
+
+
+def test_lightnings_own_last_finds_nothing_at_a_url(server: S3Server) -> None:
+    """`ckpt_path="last"` begins at step 0 with a warning: the reason for `last_checkpoint`."""
+    lightning: Any = importlib.import_module("lightning")
+    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
+    options = server.storage_options
+    fsspec: Any = importlib.import_module("fsspec")
+    fsspec.config.conf["s3"] = options
+    try:
+        callback = callbacks.ModelCheckpoint(dirpath="s3://bucket/run", save_last=True)
+        adapter(storage_options=options).save_checkpoint({"epoch": 1}, "s3://bucket/run/last.ckpt")
+        trainer = lightning.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
+        paths = callback._find_last_checkpoints(trainer)  # noqa: SLF001  # as fit asks
+    finally:
+        del fsspec.config.conf["s3"]
+    assert paths == {"bucket/run/last.ckpt"}
+    module: Any = importlib.import_module("ckpt_storage.integrations.lightning")
+    url = module.last_checkpoint("s3://bucket/run", storage_options=options)
+    assert url == "s3://bucket/run/last.ckpt"
+
+
+def test_a_module_takes_weights_without_a_trainer(tmp_path: Path) -> None:
+    """The lines of the documentation, in place of `load_from_checkpoint`."""
+    module = torch.nn.Linear(2, 2)
+    adapter().save_checkpoint({"state_dict": module.state_dict(), "epoch": 1}, tmp_path / "x")
+    other = torch.nn.Linear(2, 2)
+    state = {"state_dict": other.state_dict()}
+    ckpt_storage.load(state, tmp_path / "x")
+    other.load_state_dict(state["state_dict"])
+    assert torch.equal(other.weight, module.weight)
 
 
 def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None:

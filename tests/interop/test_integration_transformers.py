@@ -10,77 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, need, sound
+from copy_cases import flip
+from integration_tools import ROOT, need, sound
 from warm import run_script
 
 import ckpt_storage
 
 need("accelerate")
-
 need("peft")
 
-SCRIPT = EXAMPLES / "trainer_resume.py"
 JOB = ROOT / "tests/support/trainer_job.py"
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(
-        map(str, [EXAMPLES, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    ),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 
-DAMAGED = """
-import json, pathlib, sys
-import torch.distributed as dist
-import trainer_resume
 
-url, out = json.loads(sys.argv[1])
-whole = trainer_resume.train(url, out, interrupt_at=7)
-rank = dist.get_rank()
-if rank == 0:
-    # Each shard holds parameters of its rank; of the last bytes some are a tensor's.
-    for shard in pathlib.Path(url, "step-00000006").glob("saves/*/*.distcp"):
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
-dist.barrier()
-resumed = trainer_resume.train(url, out)
-print(json.dumps([rank, min(resumed), all(whole[n] == resumed[n] for n in (4, 5, 6, 7))]))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int) -> None:
-    """In the middle of an epoch, with dropout, each later loss is that of an undisturbed run."""
-    url = str(tmp_path / "checkpoints")
-    count = None if ranks == 1 else ranks
-    code, output = run_script(SCRIPT, url, folder=tmp_path, environment=ENVIRONMENT, ranks=count)
-    assert code == 0, output
-    assert "interrupted at step 5" in output
-    assert "resumed after step 3" in output
-    assert "losses are bit-identical to those of the whole run" in output
-    assert "committed: step-00000003, step-00000006, step-00000008" in output
-    assert "the Trainer's own checkpoints: none" in output
-    assert "missing keys" not in output
-    assert sound(f"{url}/run") == ["step-00000003", "step-00000006", "step-00000008"]
-    files = {"rng_state.pth"} if ranks == 1 else {"rng_state_0.pth", "rng_state_1.pth"}
-    reader = ckpt_storage.CheckpointStorageReader(f"{url}/run/step-00000008")
-    names = set(reader.read_metadata().state_dict_metadata)
-    stored = {name.removeprefix("trainer_files.") for name in names}
-    assert {name for name in stored if name.startswith("rng_state")} == files
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """Two ranks resume from the one before, bit for bit, say so, and save the damaged step anew."""
-    script, url = tmp_path / "job.py", str(tmp_path / "run")
-    script.write_text(DAMAGED, encoding="utf-8")
-    job = json.dumps([url, str(tmp_path / "out")])
-    code, output = run_script(script, job, folder=tmp_path, environment=ENVIRONMENT, ranks=2)
-    assert code == 0, output
-    for rank in (0, 1):
-        assert json.dumps([rank, 4, True]) in output, output
-    assert "LOST. These could not be loaded: step-00000006: " in output
-    assert sound(url) == ["step-00000003", "step-00000006", "step-00000008"]
+PEFTS_WARNING = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+"""PEFT asks the model under a name that transformers has deprecated."""
 
 
 def job(folder: Path, *, ranks: int | None = None, **options: Any) -> tuple[int, str]:
@@ -108,26 +55,61 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
     code, output = job(tmp_path, ranks=2, url=url, resume=True, **options)
     assert code == 0, output
     assert losses_of(output) == {step: expected[step] for step in "45678"}
+    assert "missing keys" not in output
+    assert sound(url) == ["step-00000003", "step-00000006", "step-00000008"]
+    states = {"trainer_files.rng_state_0.pth", "trainer_files.rng_state_1.pth"}
+    assert {name for name in names_at(f"{url}/step-00000008") if "rng_state" in name} == states
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """Two ranks resume from the one before, bit for bit, say so, and save the damaged step anew."""
+    options = {"ranks": 2, "lr_scheduler_type": "constant"}
+    whole, url = str(tmp_path / "whole"), str(tmp_path / "run")
+    code, output = job(tmp_path, url=whole, **options)
+    assert code == 0, output
+    expected = losses_of(output)
+    code, output = job(tmp_path, url=url, steps=6, **options)
+    assert code == 0, output
+    # Each shard holds parameters of its rank; of the last bytes some are a tensor's.
+    for shard in Path(url, "step-00000006").glob("saves/*/*.distcp"):
+        flip(shard, shard.stat().st_size // 2)
+    code, output = job(tmp_path, url=url, resume=True, **options)
+    assert code == 0, output
+    assert "LOST. These could not be loaded: step-00000006: " in output
+    assert losses_of(output) == {step: expected[step] for step in "45678"}
     assert sound(url) == ["step-00000003", "step-00000006", "step-00000008"]
 
 
-def test_fsdp_checkpoints_hold_shards_and_resume_on_one_rank(tmp_path: Path) -> None:
-    """Two ranks store a half of each weight; one rank without FSDP goes on from them."""
+Q_PROJ = "self_attn.q_proj"
+SHARDED = {
+    False: f"model.model.layers.0.{Q_PROJ}.weight",
+    True: f"model.base_model.model.model.layers.0.{Q_PROJ}.lora_A.weight",
+}
+"""A weight of a model, and of an adapter."""
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_fsdp_checkpoints_hold_shards_and_resume_on_one_rank(tmp_path: Path, *, lora: bool) -> None:
+    """Two ranks store a half of each trained weight; one rank without FSDP goes on from them."""
     url = str(tmp_path / "run")
-    code, output = job(tmp_path, ranks=2, url=url, fsdp=True, steps=3)
+    code, output = job(tmp_path, ranks=2, url=url, fsdp=True, steps=3, lora=lora)
     assert code == 0, output
     items = ckpt_storage.CheckpointStorageReader(f"{url}/step-00000003").read_metadata()
-    weight = items.state_dict_metadata["model.model.layers.0.self_attn.q_proj.weight"]
+    weight = items.state_dict_metadata[SHARDED[lora]]
     assert len(getattr(weight, "chunks", [])) == 2
-    code, output = job(tmp_path, url=url, resume=True)
+    code, output = job(tmp_path, url=url, resume=True, lora=lora)
     assert code == 0, output
     assert list(losses_of(output)) == list("45678")
 
 
-def test_one_signalled_rank_makes_all_save_at_one_step_and_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_one_signalled_rank_makes_all_save_at_one_step_and_stop(
+    tmp_path: Path, *, lora: bool
+) -> None:
     """`enable_jit_checkpoint`: the checkpoint goes to the URL, and the next job goes on from it."""
     url = str(tmp_path / "run")
     options = {"url": url, "enable_jit_checkpoint": True, "save_steps": 500, "steps": 400}
+    options["lora"] = lora
     code, output = job(tmp_path, ranks=2, signal_at=4, **options)
     assert code == 0, output
     (name,) = sound(url)
@@ -143,6 +125,11 @@ def train(url: Path | str, **options: Any) -> tuple[Any, dict[int, float]]:
     run: Any = importlib.import_module("trainer_job").run
     trainer, losses = run(str(url), **options)
     return trainer, losses
+
+
+def names_at(url: str) -> set[str]:
+    """Return the names of the values of a checkpoint."""
+    return set(ckpt_storage.CheckpointStorageReader(url).read_metadata().state_dict_metadata)
 
 
 def weights_at(url: str) -> dict[str, torch.Tensor]:
@@ -167,7 +154,9 @@ BEST = {
 }
 
 
-def test_the_best_weights_are_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(PEFTS_WARNING)
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_best_weights_are_loaded_at_the_end_and_kept(tmp_path: Path, *, lora: bool) -> None:
     """`load_best_model_at_end` with `save_total_limit=1`: the best and the last checkpoint stay."""
     trainer, _ = train(
         tmp_path / "run",
@@ -175,6 +164,7 @@ def test_the_best_weights_are_loaded_at_the_end_and_kept(tmp_path: Path) -> None
         load_best_model_at_end=True,
         save_total_limit=1,
         prepare=rising,
+        lora=lora,
     )
     assert trainer.state.best_global_step == 2
     assert trainer.state.best_model_checkpoint.endswith("/step-00000002")
@@ -182,6 +172,9 @@ def test_the_best_weights_are_loaded_at_the_end_and_kept(tmp_path: Path) -> None
     best = weights_at(str(tmp_path / "run/step-00000002"))
     assert best
     state = trainer.model.state_dict()
+    if lora:
+        peft: Any = importlib.import_module("peft")
+        state = peft.get_peft_model_state_dict(trainer.model)
     assert all(torch.equal(state[name], value) for name, value in best.items())
 
 
@@ -201,8 +194,7 @@ def test_save_strategy_best_saves_better_steps_only(tmp_path: Path) -> None:
 def test_save_only_model_stores_no_optimizer(tmp_path: Path, caplog: Any) -> None:
     """A run that resumes from such a checkpoint begins with a new optimizer, and says so."""
     train(tmp_path / "run", save_only_model=True, steps=3)
-    items = ckpt_storage.CheckpointStorageReader(str(tmp_path / "run/step-00000003"))
-    names = items.read_metadata().state_dict_metadata
+    names = names_at(str(tmp_path / "run/step-00000003"))
     assert not [name for name in names if name.startswith("optimizer")]
     _, losses = train(tmp_path / "run", resume=True, steps=4)
     assert list(losses) == [4]
@@ -229,10 +221,6 @@ def test_a_folder_of_a_plain_trainer_resumes_as_before(tmp_path: Path) -> None:
     assert losses.keys() <= whole.keys()
 
 
-PEFTS_WARNING = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-"""PEFT asks the model under a name that transformers has deprecated."""
-
-
 @pytest.mark.filterwarnings(PEFTS_WARNING)
 def test_an_adapter_is_stored_without_its_base(tmp_path: Path) -> None:
     """Names are PEFT's own; a step of LoRA holds the adapter and its optimizer."""
@@ -249,6 +237,13 @@ def test_frozen_weights_of_adapters_can_be_stored(tmp_path: Path) -> None:
     """With `frozen_of_adapters` the base is there, too."""
     train(tmp_path / "run", lora=True, steps=3, storage={"frozen_of_adapters": True})
     assert any("embed_tokens" in name for name in weights_at(str(tmp_path / "run/step-00000003")))
+
+
+def test_nothing_is_saved_in_the_folder_of_the_trainer(tmp_path: Path) -> None:
+    """One process stores its random states under the Trainer's name for them."""
+    trainer, _ = train(tmp_path / "run", steps=3)
+    assert not list(Path(trainer.args.output_dir).glob("checkpoint-*"))
+    assert "trainer_files.rng_state.pth" in names_at(str(tmp_path / "run/step-00000003"))
 
 
 def test_states_of_callbacks_and_the_scaler_are_restored(tmp_path: Path) -> None:

@@ -287,3 +287,19 @@ def test_a_weight_file_that_the_index_names_must_be_there(indexed: Path) -> None
     (indexed / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(IntegrityError, match=r"model-00002-of-00002\.safetensors, which is miss"):
         CheckpointStorageReader(indexed).read_metadata()
+
+
+def test_checkpoints_of_dcp_save_are_pruned_and_exported(tmp_path: Path) -> None:
+    """What stock `dcp.save` wrote by our writer is pruned by step, and consolidated."""
+    writer = ckpt_storage.CheckpointStorageWriter(tmp_path)
+    state = {"model": {"weight": seeded(1, 8, 4)}}
+    for step in (1, 2, 3):
+        dcp.save(state, checkpoint_id=f"step-{step:08d}", storage_writer=writer, no_dist=True)
+    ckpt_storage.prune(tmp_path, keep=ckpt_storage.KeepLatest(2), dry_run=False)
+    assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    ckpt_storage.consolidate(tmp_path / "step-00000003", tmp_path / "hf")
+    weights = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert same(weights, state["model"])

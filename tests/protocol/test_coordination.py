@@ -394,12 +394,12 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
         with reported, ranks.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if ranks.is_coordinator:
-                operation.is_void = True
+                operation.must_discard = True
                 raise CheckpointError("rank 0 failed")
             may_leave.wait(END_S)
             operation.broadcast(b"")
         may_leave.set()
-        return operation.is_void
+        return operation.must_discard
 
     assert values(run(group(SharedStore(), 2), body)) == [not is_late, False]
 

@@ -6,8 +6,10 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import ckpt_storage
 from ckpt_storage import Timeouts
 
+PACKAGE = Path(ckpt_storage.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "save-protocol.md"
 
 
@@ -21,12 +23,28 @@ def test_the_page_has_the_constants_of_the_code() -> None:
         for name, value, module in rows
         if getattr(import_module(f"ckpt_storage.{module}"), name) != float(value)
     ]
-    assert (len(rows) > 20, stale) == (True, [])
+    assert (len(rows) > 40, stale) == (True, [])
+
+
+def test_the_page_has_every_constant_of_its_rooms() -> None:
+    """Those of coordination and background: names that end in `_S`."""
+    page = PAGE.read_text("utf-8")
+    missing = [
+        f"{room}.{path.stem}.{name}"
+        for room in ("coordination", "background")
+        for path in (PACKAGE / room).glob("*.py")
+        for name in vars(import_module(f"ckpt_storage.{room}.{path.stem}"))
+        if re.fullmatch(r"_?[A-Z_]+_S", name)
+        and re.search(rf"^{name}\b|, {name}\b.* = ", path.read_text("utf-8"), re.MULTILINE)
+        and not re.search(rf"\| `{name}` \| [0-9.]+ \| `{room}\.{path.stem}` \|", page)
+    ]
+    assert missing == []
 
 
 def test_the_inequalities_of_the_page_hold() -> None:
     """They order who gives up first, bound waits, and keep commits out of removed tombstones."""
     operation = import_module("ckpt_storage.coordination.operation")
+    rounds = import_module("ckpt_storage.coordination.operation_rounds")
     session = import_module("ckpt_storage.saves.session")
     beat_s = import_module("ckpt_storage.background.worker").BEAT_S
     look_s = import_module("ckpt_storage.background.worker_process").LOOK_S
@@ -39,3 +57,6 @@ def test_the_inequalities_of_the_page_hold() -> None:
     assert beat_s + look_s < Timeouts().silence
     assert 2 * Timeouts().plan < 600
     assert 2 * max_age_s < tombstone_age_s
+    assert import_module("ckpt_storage.store.calls").CLEAN_UP_S < 5
+    assert coordinator_s > rounds._MAX_POLL_S  # noqa: SLF001
+    assert Timeouts().request < import_module("ckpt_storage.transfer.ranges")._READ_GRACE_S  # noqa: SLF001

@@ -16,8 +16,8 @@ from ckpt_storage.coordination.keyvalue import COORDINATOR
 
 RANK_COUNT = 8
 
-OF_TWO_ROUNDS = Counter(set=2, add=3, wait=2, compare_set=2, delete_key=2)
-"""Payloads; two arrivals and the end are counted; releases are waited for and read."""
+OF_TWO_ROUNDS = Counter(set=2, check=2, add=1, wait=2, compare_set=2, delete_key=2)
+"""Payloads, each confirmed; the end is counted; releases are waited for and read."""
 
 OF_OWN_ANSWER = Counter(compare_set=1)
 OF_LAST_ANSWER = Counter(delete_key=1)
@@ -38,11 +38,9 @@ def costs_of(*plans: Plan, threads: Threads) -> list[SaveCost]:
 
 
 def requests_of_members(cost: SaveCost) -> list[Counter[str]]:
-    """Return the requests of each member, without heartbeats and hints of the last to arrive."""
+    """Return the requests of each member, without heartbeats."""
     members = [counts for rank, counts in cost.requests.items() if rank != COORDINATOR]
-    hint_count = sum(counts["set"] - OF_TWO_ROUNDS["set"] for counts in members)
-    assert 0 <= hint_count <= 3
-    return [Counter({**counts, "set": OF_TWO_ROUNDS["set"], "heartbeat": 0}) for counts in members]
+    return [Counter({**counts, "heartbeat": 0}) for counts in members]
 
 
 @pytest.mark.parametrize("threads", ["all", "one"])

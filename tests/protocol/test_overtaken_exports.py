@@ -16,33 +16,44 @@ from ckpt_storage.export import folder as folders
 from ckpt_storage.format.exports import GUARD, GUARD_NAME, HOLDER_PATH, Holder
 from ckpt_storage.format.names import INDEX_NAME
 
+CALLS: dict[str, Callable[..., object]] = {
+    "export": ckpt_storage.consolidate,
+    "safetensors": partial(ckpt_storage.convert, to="safetensors"),
+    "dcp": partial(ckpt_storage.convert, to="dcp"),
+}
 
-@pytest.mark.parametrize("moment", ["check_unchanged", "publish"])
-@pytest.mark.parametrize("kind", ["ExportFolder", "PlainFolder"])
+
+@pytest.mark.parametrize("moment", ["hold", "check_unchanged", "publish"])
+@pytest.mark.parametrize("call", CALLS)
 def test_an_overtaken_run_publishes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, moment: str
 ) -> None:
-    """Before files get their names, and before the last write, it looks who holds the folder."""
+    """Before a file gets its name, and before the last write, it looks who holds the folder."""
     source, output = tmp_path / "run", tmp_path / "out"
     ckpt_storage.save({"w": torch.ones(8)}, source)
-    original: Any = getattr(getattr(folders, kind), moment)
+    kind = folders.ExportFolder if call == "export" else folders.PlainFolder
+    original: Any = getattr(kind, moment)
 
-    def overtaken(*arguments: Any) -> None:
+    def take_over() -> None:
         if (output / HOLDER_PATH).exists():
             holder = Holder(run_id="b" * 32, fingerprint="a" * 64)
             (output / HOLDER_PATH).write_bytes(holder.encode())
-        original(*arguments)
 
-    monkeypatch.setattr(getattr(folders, kind), moment, overtaken)
-    run: Callable[[], object] = partial(ckpt_storage.consolidate, source, output)
-    if kind == "PlainFolder":
-        run = partial(ckpt_storage.convert, source, output, to="safetensors")
+    def overtaken(*arguments: Any) -> Any:
+        if moment != "hold":
+            take_over()
+        result = original(*arguments)
+        take_over()
+        return result
+
+    monkeypatch.setattr(kind, moment, overtaken)
     with pytest.raises(ConsolidationError, match="taken over"):
-        run()
+        CALLS[call](source, output)
     index = output / INDEX_NAME
     assert not index.exists() or b'"w"' not in index.read_bytes()
-    if moment == "check_unchanged":
-        assert not list(output.glob("model*.safetensors"))
+    assert not (output / ".metadata").exists()
+    if moment == "hold" or (call, moment) == ("export", "check_unchanged"):
+        assert not [*output.glob("model*.safetensors"), *output.glob("*.distcp")]
 
 
 def test_the_guard_of_a_removal_does_not_outlive_an_export(

@@ -33,7 +33,7 @@ from rank_threads import (
     values,
 )
 
-from ckpt_storage.coordination import coordinator, operation_rounds
+from ckpt_storage.coordination import operation_rounds
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import StoreClient
@@ -41,7 +41,7 @@ from ckpt_storage.coordination.liveness import (
     FailureDetector,
     Heartbeats,
     RankProcess,
-    worker_keys,
+    heartbeat_keys,
 )
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.rounds import ByRank, UndecidedError
@@ -308,7 +308,6 @@ def test_each_request_of_a_save_may_be_lost_once(
     effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save goes on, and so does the next one."""
-    monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(operation_rounds, "_FINISH_S", 0.1)
 
     def check(rank: int, method: str, key: str) -> None:
@@ -317,8 +316,7 @@ def test_each_request_of_a_save_may_be_lost_once(
         fault = store.add_fault(Fault(effect=effect, rank=rank, method=method, key=pattern))
         ended = run(group(store, 2), lambda ranks: [rolling(ranks, step) for step in (1, 2)])
         assert values(ended) == [[{1}, {2}]] * 2, fault
-        # Which rank writes these, and whether, is a matter of who is first.
-        assert fault.seen.is_set() or key.endswith(("/all", "/all_done")), fault
+        assert fault.seen.is_set(), fault
 
     each(_requests_of_a_save(), check)
 
@@ -328,7 +326,6 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
     effect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank says "failed" of what is committed, or the reverse; the next save is committed."""
-    monkeypatch.setattr(coordinator, "_LOOK_S", 0.05)
     monkeypatch.setattr(operation_rounds, "_FINISH_S", 0.1)
     timeouts = Timeouts(plan=1.5, write=1.5, commit=1.5, silence=1.5)
 
@@ -585,6 +582,33 @@ def test_a_save_costs_a_member_twelve_requests_at_most() -> None:
             assert len(sent) <= 12, sent
 
 
+def test_the_coordinator_polls_with_growing_pauses() -> None:
+    """It sends about a hundred requests in the first second that it waits."""
+    store = SharedStore()
+
+    def body(ranks: RankGroup) -> Any:
+        if ranks.rank == 1:
+            time.sleep(1.0)  # what is waited for
+        return rolling(ranks, 1)
+
+    assert values(run(group(store, 2), body)) == [{1}] * 2
+    polls = [one for one in store.requests_of(0) if one.key.endswith("/1/1/from/1")]
+    assert 2 < len(polls) < 130
+
+
+def test_a_poll_begins_at_the_first_request_with_a_missing_key() -> None:
+    """Keys of earlier requests are not checked again."""
+    store = SharedStore()
+    keys, names = store.keys_of(0), [f"key {number}" for number in range(3_000)]
+    keys.set_many(dict.fromkeys(names[:2_000], b""), END_S)
+    missing = keys.skip_present(names, END_S)
+    assert (missing[0], len(missing)) == ("key 1024", 1_976)
+    before = len(store.requests)
+    assert keys.skip_present(missing, END_S) == missing
+    assert len(store.requests) == before + 1
+    assert list(keys.skip_present(names[:2_000], END_S)) == []
+
+
 # Heartbeats.
 
 
@@ -624,10 +648,10 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
         lane = begun[1].lane
         # The worker's process has a connection of its own.
         client = StoreClient(partial(store.connect, 101))  # type: ignore[arg-type]  # as much as is used
-        for count in itertools.count():
-            if over.wait(0.2):
-                return
-            worker_keys(client).set(lane.heartbeat_key(1), b"%d" % count, END_S)
+        progress = Heartbeats(1)
+        progress.number = lane.number
+        while not over.wait(0.1):
+            heartbeat_keys(client).set(lane.heartbeat_key(1), progress.pack(), END_S)
 
     def inside(operation: Operation, stage: str) -> None:
         if stage == "writing":

@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_ranks_that_disagree_are_told_so(rank: int, tmp_path: Path) -> None:
     assert "much" in str(error)
     assert error.rank == 1
     assert files_in(url / "hf") == {}
+
+
+@on_ranks()
+def test_a_wrong_timeout_of_a_rank_is_an_error_on_all(rank: int, tmp_path: Path) -> None:
+    """Copies and conversions: no rank waits for the one that has none."""
+    world = dist.group.WORLD
+    ckpt_storage.save(model(), tmp_path / "run")
+    options: dict[str, Any] = {"process_group": world, "timeout": "soon" if rank else TIMEOUT_S}
+    for call in (copy, partial(convert, to="safetensors")):
+        error = caught(call, tmp_path / "run", tmp_path / "to", **options)
+        assert type(error) is (errors.InvalidInputError if rank else errors.RankFailedError)
+        assert "soon" in str(error)
 
 
 @on_ranks(3)

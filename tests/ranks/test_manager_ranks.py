@@ -325,7 +325,7 @@ def test_a_check_that_does_not_end_is_given_up(
 
     def moves_for_ever(reader: RangeReader, *_: object, **__: object) -> None:
         while True:
-            reader.store.deadline.watch.advanced(1)
+            reader.store.deadline.monitor.advanced(1)
             reader.store.deadline.check("The read")
             reader.store.deadline.sleep(0.01)
 

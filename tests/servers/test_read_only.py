@@ -222,6 +222,30 @@ def test_a_root_cannot_be_listed(web: Web) -> None:
             call(web.url)
 
 
+def _stock(folder: Path) -> None:
+    dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+
+
+def _export(folder: Path) -> None:
+    ckpt_storage.save(STATE, folder.with_name("source"), sync_files=False)
+    ckpt_storage.consolidate(folder.with_name("source"), folder)
+
+
+@pytest.mark.parametrize("write", [_stock, _export])
+@pytest.mark.parametrize("read", [_load, _opened, _exported])
+def test_a_checkpoint_of_another_writer_is_refused_over_http(
+    tmp_path: Path, write: Callable[[Path], None], read: Callable[[str, Path], object]
+) -> None:
+    """Which files belong to one is known by a listing; the error says that HTTP has none."""
+    write(tmp_path / "www" / "run")
+    with (
+        served(tmp_path / "www") as server,
+        pytest.raises(UnsupportedByStoreError, match="HTTP has no listing") as caught,
+    ):
+        read(f"{server.url}/run", tmp_path)
+    assert "checkpoints of other writers" in str(caught.value)
+
+
 WRITERS: dict[str, Callable[[str], object]] = {
     "save": lambda url: ckpt_storage.save(STATE, url),
     "writer": ckpt_storage.CheckpointStorageWriter,

@@ -20,11 +20,12 @@ from ckpt_storage.errors import PhaseTimeoutError, StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.saves.shardfile import ShardFileWriter
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Backend
+from ckpt_storage.store.backend import Backend, Buffers, Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
+from ckpt_storage.transfer.budget import BUDGET, Budget
+from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.writing import ObjectWriter
 
 BLOCK_BYTES = 1024
@@ -55,15 +56,15 @@ def test_a_storage_that_takes_parts_in_order_gets_one_at_a_time() -> None:
     class InOrder(Remote):
         capabilities = dataclasses.replace(Remote.capabilities, parallel_parts=False)
 
-        def put_part(self, path: str, token: str, number: int, *rest: Any, **options: Any) -> str:
-            in_flight.append(number)
+        def put_part(self, path: str, token: str, part: Part, *rest: Any, **options: Any) -> str:
+            in_flight.append(part.number)
             if len(in_flight) > 1:
                 both.set()
             # Long enough for a second thread to come, if there is one.
             both.wait(0.1)
-            numbers.append(number)
-            receipt = super().put_part(path, token, number, *rest, **options)
-            in_flight.remove(number)
+            numbers.append(part.number)
+            receipt = super().put_part(path, token, part, *rest, **options)
+            in_flight.remove(part.number)
             return receipt
 
     options = dataclasses.replace(OPTIONS, thread_count=4)
@@ -92,6 +93,14 @@ def pattern(seed: int, length: int) -> bytes:
     return _PATTERN[start : start + length]
 
 
+class Checking(Remote):
+    """Asserts that each part comes with the checksum of its bytes."""
+
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        assert part.crc32c == crc32c(b"".join(data))
+        return super().put_part(path, token, part, data, last=last)
+
+
 LENGTHS = st.sampled_from([0, 1, 63, 64, 100, 1023, 1024, 1025, 4095, 4096, 4097, 9000, 20_000])
 ITEMS = st.tuples(LENGTHS, LENGTHS, LENGTHS, st.booleans())
 
@@ -102,7 +111,7 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     items: list[tuple[int, int, int, bool]], tail: int
 ) -> None:
     """Whatever the lengths, and whether a small payload is given as such or as views."""
-    store = remote()
+    store = Checking(Location.of(f"memory://{uuid.uuid4().hex}"))
     file = writer(store)
     content, frames, payloads = b"", [], []
     for n, (before, head, length, as_small) in enumerate(items):

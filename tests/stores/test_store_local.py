@@ -62,7 +62,7 @@ def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> Non
     ):
         error = error_of(call)
         assert error.kind == "not-found"
-        assert f"{root}/nothing is not there on this host" in str(error)
+        assert f"{root}/nothing does not exist on this host" in str(error)
         assert "make_folders" in str(error)
         assert error.next_step is not None
         assert "share" in error.next_step

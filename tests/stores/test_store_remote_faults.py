@@ -11,11 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from crc32c import crc32c
 from local_stores import error_of
-from remote_tools import KEY, PARTS, SECRET, ops, plain, retrying, send
+from remote_tools import KEY, PARTS, POLICY, SECRET, ops, options_of, plain, retrying, send
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.format.crc import BlockHasher
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store import Location, Settings
+from ckpt_storage.store.backends.s3 import S3Backend
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_server import Action, FaultRule, S3Server
+from ckpt_storage.transfer.writing import ObjectWriter
 
 EXPIRED = FaultRule(action="status", status=403, code="ExpiredToken")
 
@@ -172,6 +180,66 @@ def test_a_byte_that_changes_on_its_way_is_sent_again(server: S3Server, op: str)
     upload.complete(send(upload, parts))
     assert server.dump("bkt") == {"run/saves/a/x": b"".join(parts)}
     assert [request.status for request in server.requests if request.fault] == [400]
+
+
+class _Changing(S3Backend):
+    """Other code writes to the tensor between its checksum and its sending."""
+
+    tensor = bytearray()
+
+    def put_part(self, *args: Any, **more: Any) -> str:
+        self.tensor[0] ^= 1
+        return super().put_part(*args, **more)
+
+
+def _object_writer(store: Store) -> ObjectWriter:
+    return ObjectWriter(
+        store,
+        "saves/a/x",
+        planned_bytes=len(PARTS[0]) + 1,
+        options=TransferOptions(part_bytes=len(PARTS[0]), thread_count=1),
+        deadline=Deadline("write", 60),
+        on_bytes=lambda _: None,
+    )
+
+
+def test_a_part_that_changes_before_it_is_sent_is_refused(server: S3Server) -> None:
+    """What is sent is what was hashed; the error says that the memory changed."""
+    location = Location.of("s3://bkt/run", options_of(server))
+    backend = _Changing(location, Settings())
+    backend.tensor = bytearray(PARTS[0] + b"x")
+    writer = _object_writer(Store(backend, url=location.url, policy=POLICY))
+
+    def write() -> None:
+        writer.write(memoryview(backend.tensor))
+        writer.complete()
+
+    with pytest.raises(StorageError, match="at byte 0 changed in this process's memory"):
+        write()
+    writer.abort()
+    assert server.dump("bkt") == {}
+    assert ops(server)["part"] == 1
+
+
+def test_a_byte_that_is_sent_is_hashed_once(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums of blocks make up those of parts and of the file."""
+    hashed = list[int]()
+
+    def count(data: Any, *rest: Any) -> int:
+        hashed.append(memoryview(data).nbytes)
+        return crc32c(data, *rest)
+
+    monkeypatch.setattr("ckpt_storage.format.crc._crc32c", count)
+    writer = _object_writer(plain(server))
+    data = memoryview(b"".join(PARTS[:2]))
+    for start in range(0, len(data), 999_999):
+        writer.write(data[start : start + 999_999], BlockHasher(64 << 10))
+    writer.complete()
+    assert sum(hashed) == len(data)
+    assert writer.crc32c == crc32c(data)
+    assert server.dump("bkt") == {"run/saves/a/x": bytes(data)}
 
 
 def test_listings_and_uploads_of_many_pages_are_whole() -> None:

@@ -33,7 +33,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import create_new, find_abilities
 from ckpt_storage.store.problems import HttpFailure
 from ckpt_storage.store.store import Store
-from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count, moved
+from ckpt_storage.store.threads import AbandonedError, abandoned_thread_count, report_progress
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 
@@ -326,7 +326,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
         def delete(self, paths: Collection[str]) -> None:
             late.wait(WAIT_S)
             try:
-                moved()
+                report_progress()
             except StorageError as error:
                 ends.append(error)
                 raise
@@ -343,7 +343,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
 def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:
     """While the phase has time left, the error of the storage is raised, with the phase."""
     deadline = Deadline("write", WAIT_S)
-    with pytest.raises(StorageError) as caught, deadline.governs("the write"):
+    with pytest.raises(StorageError) as caught, deadline.annotate_errors("the write"):
         raise StorageError("no response", kind="timeout", path="x")
     assert (type(caught.value), caught.value.phase) == (StorageError, "write")
 

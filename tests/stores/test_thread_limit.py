@@ -64,9 +64,9 @@ def test_an_object_store_goes_on(limit: Limit) -> None:
         options = {**options_of(server), "config_kwargs": {"user_agent_extra": "no-thread"}}
         store = open_store("s3://bkt/run", storage_options=options, retry=ONCE)
         with pytest.MonkeyPatch.context() as patch:
-            from ckpt_storage.store.backends import clients  # noqa: PLC0415  # as it is now
+            from ckpt_storage.store.backends import client_registry  # noqa: PLC0415  # as it is now
 
-            patch.setattr(clients._process, "_loop", None)  # noqa: SLF001  # as in a new process
+            patch.setattr(client_registry.REGISTRY, "_loop", None)  # as in a new process
             store.close()
             # The worker of the pool can be started, the loop's thread cannot.
             original = limit.start

@@ -45,7 +45,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.store.threads import AbandonedError
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.transfer.pacing import READ_BUDGET
+from ckpt_storage.transfer.budget import READ_BUDGET
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import Workers
 from ckpt_storage.transfer.writing import part_bytes_for

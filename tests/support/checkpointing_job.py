@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch_checkpointing import CheckpointManager, ItemSpec
-from torch_checkpointing.config import AsyncCheckpointSaverConfig
+from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.staging import CheckpointStagerConfig
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 import ckpt_storage
 from ckpt_storage.commit import attempt
@@ -118,15 +119,22 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901  # one job,
         sabotage(*faults)
     reads_ours = options.get("reads_ours", False)
     resharder = CheckpointStorageResharder() if reads_ours else DefaultResharder()
+    items = {"model": ItemSpec(resharder=resharder)}
     config = manager_config(
         url,
         is_async=is_async,
         save=async_config() if is_async else None,
         storage_options=options.get("storage_options"),
         timeout=options.get("timeout_s", 60),
-        items={"model": ItemSpec(resharder=resharder)},
+        items=items,
         **more,
     )
+    if options.get("native"):
+        # Their direct I/O refuses what is not aligned.
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        config = CheckpointManager.Config(
+            save=SyncCheckpointSaverConfig(), storage_config=storage, items=items
+        )
     manager = CheckpointManager(config)
     answers: dict[str, Any] = {"rank": rank, "saves": []}
 
@@ -136,7 +144,12 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901  # one job,
             future.result()
 
     for step in options.get("steps", []):
-        state = {"model": {"weight": sharded(weight(step)), "bias": torch.full((3,), float(step))}}
+        state: dict[str, Any] = {
+            "model": {"weight": sharded(weight(step)), "bias": torch.full((3,), float(step))}
+        }
+        if options.get("native"):
+            # An item without a resharder, and thus without metadata.
+            state["step"] = step if options.get("same", True) else step + rank
         if reads_ours:
             ckpt_storage.save(state, f"{url}/step-{step}")
             continue

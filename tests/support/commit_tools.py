@@ -26,6 +26,7 @@ from ckpt_storage.store import abilities
 from ckpt_storage.store.abilities import Abilities
 from ckpt_storage.store.backend import Backend, Buffers, Capabilities
 from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.calls import Calls
 from ckpt_storage.store.problems import changed
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
@@ -168,6 +169,16 @@ class DictBackend(MemoryBackend):
         return self.disk.clock_s
 
 
+class _DirectCalls(Calls):
+    """Each call is made once, in the caller's thread: there are many thousands of calls."""
+
+    def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
+        try:
+            return call(self._opened[0])
+        except Exception as error:  # noqa: BLE001  # backends raise any type
+            raise self.explain(error, operation, path) from None
+
+
 class DictStore(Store):
     """A store on a `Disk` whose operations play rules, each once and in the caller's thread."""
 
@@ -183,7 +194,8 @@ class DictStore(Store):
         self.disk = disk
         self._faults = FaultBackend(backend(disk, capabilities, gate), rules)
         self.script = self._faults.script
-        super().__init__(self._faults, url="dict://root", policy=QUICK)
+        super().__init__(self._faults, url="dict://root")
+        self.calls = _DirectCalls(self._faults, url=self.url, policy=QUICK)
         # Looked at elsewhere.
         replace_problem = "" if capabilities.if_match else "no conditions"
         seen = Abilities(
@@ -192,13 +204,6 @@ class DictStore(Store):
             delete_problem="",
         )
         abilities.remember(self.url, seen)
-
-    def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
-        """Do what is called, without a thread of its own: there are many thousands of calls."""
-        try:
-            return call(self._faults)
-        except Exception as error:  # noqa: BLE001  # backends raise any type
-            raise self.explain(error, operation, path) from None
 
     def failing(self, *rules: Rule) -> DictStore:
         return DictStore(self.disk, self.capabilities, rules=rules)

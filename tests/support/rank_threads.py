@@ -286,7 +286,8 @@ def group(
 
     global_ranks = range(world_size) if names is None else names
     return [
-        RankGroup(Lane(keys_of(rank), rank=rank, names=global_ranks)) for rank in range(world_size)
+        RankGroup(Lane(keys_of(rank), rank=rank, global_ranks=global_ranks))
+        for rank in range(world_size)
     ]
 
 

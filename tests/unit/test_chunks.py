@@ -32,8 +32,8 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, Gaps
-from ckpt_storage.transfer.pacing import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.read_costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 
 BLOCK_BYTES = KIB
 ITEM_BYTES = 16

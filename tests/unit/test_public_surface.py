@@ -19,14 +19,14 @@ NAMES = """
 AsyncSaver Candidate Checkpoint CheckpointDiff CheckpointError CheckpointExistsError
 CheckpointGoneError CheckpointInProgressError CheckpointInfo CheckpointManager
 CheckpointNotFoundError CheckpointStorageReader CheckpointStorageWriter CommitConflictError
-CommitUnknownError ConsolidateOptions ConsolidationError ConsolidationReport ConvertReport
-CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest KeepEvery
-KeepLatest KeepNewerThan KeepPart LazyTensor NotPublishedError OperationStats PerRank
+CommitUnknownError ConsolidateOptions ConsolidatedFile ConsolidationError ConsolidationReport
+ConvertReport CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest
+KeepEvery KeepLatest KeepNewerThan KeepPart LazyTensor NotPublishedError OperationStats PerRank
 PhaseTimeoutError ProgressEvent PruneDecision PruneReport RankFailedError RankMismatchError Restored
 RetentionPolicy RetryPolicy SaveCancelledError SaveHandle SaveProgress SaveState SkippedCheckpoint
-StorageError StorageUsage TensorStats ThinReport Timeouts UnsafeContentError UnsupportedByStoreError
-ValueDiff VerifyReport consolidate convert copy delete diagnose diff follow list_checkpoints load
-open_checkpoint prune publish register_backend save save_async thin verify
+SkippedValue StorageError StorageUsage TensorStats ThinReport Timeouts UnsafeContentError
+UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete diagnose diff follow
+list_checkpoints load open_checkpoint prune publish register_backend save save_async thin verify
 """
 PUBLIC = NAMES.split()
 

@@ -18,10 +18,11 @@ from ckpt_storage import consolidate, verify
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.export import output
 from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
-from ckpt_storage.store.deadline import Stalling
+from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer.pacing import BUDGET, READ_BUDGET, Pacer
+from ckpt_storage.transfer.budget import BUDGET, READ_BUDGET
+from ckpt_storage.transfer.pacing import Pacer
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB
@@ -149,7 +150,7 @@ def test_what_fails_gives_its_memory_back(
 def test_work_that_moves_never_ends_and_work_that_stands_does() -> None:
     """Bytes and whole files count as moving; an error once told stays."""
     now_s = [100]
-    watch = Stalling("write", 10, "Copying", clock=lambda: now_s[0])
+    watch = StallDetector("write", 10, "Copying", clock=lambda: now_s[0])
     for byte_count, file_count in [(5, 0), (0, 1)] * 50:
         now_s[0] += 9
         assert watch.failure() is None
@@ -172,7 +173,7 @@ def test_a_storage_that_hangs_ends_the_work(tmp_path: Path, work: str) -> None:
         timeouts = Timeouts(write=0.5, load=0.5, request=300)
         options: dict[str, Any] = {"storage_options": s3.storage_options, "timeout": timeouts}
         call, target = (ckpt_storage.copy, [tmp_path / "dst"]) if work == "copy" else (verify, [])
-        with pytest.raises(PhaseTimeoutError, match=r"has not moved for 0\.5 s"):
+        with pytest.raises(PhaseTimeoutError, match=r"made no progress for 0\.5 s"):
             call("s3://bkt/src", *target, **options)
 
 

@@ -13,6 +13,7 @@ from ckpt_storage.background.handle import SaveStatus
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.root import Root
 from ckpt_storage.manager.step_save import StepSave
+from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
@@ -25,8 +26,10 @@ class Saver:
         self.status = SaveStatus("file:///c", 0, limit_s=1.0)
         self.status.follow(lambda: ({}, "s1"), lambda _: None)
 
-    def begin(self, *_: object, prepare: Any, **__: object) -> SaveStatus:
-        prepare()
+    def begin(
+        self, _: object, __: object, options: SaveOptions, *, prepare: Any, **___: object
+    ) -> SaveStatus:
+        prepare(options)
         return self.status
 
     def raise_earlier(self, _: object) -> None: ...

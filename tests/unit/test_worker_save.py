@@ -25,6 +25,7 @@ from ckpt_storage.background.worker_process import WorkerProcess
 from ckpt_storage.background.worker_save import WorkerSave
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import LostStoreError
+from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
@@ -75,7 +76,7 @@ class Scripted(WorkerProcess):
 
 
 def operation_of(rank: int = 1) -> Operation:
-    lane = RankGroup.alone(rank, 2).lane
+    lane = Lane(RankGroup.alone().keys, rank=rank, global_ranks=range(2))
     return Operation(lane, "the save", Timeouts(silence=SILENCE_S))
 
 
@@ -203,7 +204,7 @@ def test_a_worker_that_is_lost_leaves_only_a_commit_in_doubt(
     operation.save_id = "a"
     session: Any = types.SimpleNamespace(outcome=lambda _: None, url="/x")
     worker = Scripted(lambda pipe: pipe.send(phase), last_message)
-    with pytest.raises(kind, match="sign of life" if last_message else "SIGKILL"):
+    with pytest.raises(kind, match="sent no message" if last_message else "SIGKILL"):
         save_on(worker, operation, session=session).commit([], STATS)
     assert worker.was_closed
     session.outcome = lambda _: "what was committed"

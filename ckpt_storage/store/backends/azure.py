@@ -19,23 +19,23 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Backend, Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import check_copied
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 log = logging.getLogger("ckpt_storage")
 
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
-_COPY_LOOK_S = 0.2
+_COPY_POLL_S = 0.2
 _NO_COPY = frozenset({"CannotVerifyCopySource", "CopyAcrossAccountsNotSupported"})
 
 
 class AzureBackend(clouds.CloudBackend):
     """A prefix in a container; versions are ETags.
 
-    A token is what the names of an upload's blocks begin with; those not listed end after a week.
+    A token is the prefix of the names of an upload's blocks; blocks not committed end after a week.
     """
 
     capabilities = replace(
@@ -61,19 +61,19 @@ class AzureBackend(clouds.CloudBackend):
     """Blob Storage has no ranges that count from the end."""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
-        found = await self._ask(fs, "get_blob_properties", path)
-        if _is_folder(found):
+        blob = await self._ask(fs, "get_blob_properties", path)
+        if _is_folder(blob):
             raise FileNotFoundError(path)
-        write_id = (found.metadata or {}).get(_WRITE_ID, "")
-        return found.size, found.last_modified.timestamp(), found.etag, write_id
+        write_id = (blob.metadata or {}).get(_WRITE_ID, "")
+        return blob.size, blob.last_modified.timestamp(), blob.etag, write_id
 
     @contextlib.asynccontextmanager
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[clouds.Body]:
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
-        asked = {} if start is None else {"offset": start, "length": length}
-        stream = await self._ask(fs, "download_blob", path, **asked)
+        span = {} if start is None else {"offset": start, "length": length}
+        stream = await self._ask(fs, "download_blob", path, **span)
         first, total_bytes = clouds.span_of(stream.properties.content_range, stream.size)
         version = stream.properties.etag
         yield clouds.Body(
@@ -95,9 +95,9 @@ class AzureBackend(clouds.CloudBackend):
         await self._ask(fs, "upload_blob", path, io.BytesIO(body), **options, **terms)
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete blobs, but none with a part "." or "..".
+        """Delete blobs, but none with "." or ".." in its path.
 
-        aiohttp, which the SDK sends requests with, resolves these: another blob would be deleted.
+        aiohttp, the SDK's HTTP client, resolves these, so that another blob would be deleted.
         """
         safe = [path for path in paths if {".", ".."}.isdisjoint(path.split("/"))]
         if len(safe) < len(paths):
@@ -106,26 +106,26 @@ class AzureBackend(clouds.CloudBackend):
         super().delete(safe)
 
     async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
-        # A slash was put behind what stands for a folder; some bear one of their own.
+        # `_page` appended a slash to blobs that stand for folders.
         await self._ask(fs, "delete_blob", path.removesuffix("/"), **terms)
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         container = fs.service_client.get_container_client(self._place[0])
-        wanted = {"name_starts_with": below, "include": ["metadata"], **self._settings}
-        ask = container.list_blobs if recursive else container.walk_blobs
-        pages = ask(**wanted).by_page(more)
-        found = []
+        options = {"name_starts_with": below, "include": ["metadata"], **self._settings}
+        list_blobs = container.list_blobs if recursive else container.walk_blobs
+        pages = list_blobs(**options).by_page(more)
+        entries = []
         async for page in pages:
             async for item in page:
                 if item.get("prefix") is not None:
-                    found.append(self._listed(f"{item.name.rstrip('/')}/"))
+                    entries.append(self._listed(f"{item.name.rstrip('/')}/"))
                 elif _is_folder(item) or item.name.endswith("/"):
-                    found += [self._listed(f"{item.name}/")] if recursive else []
+                    entries += [self._listed(f"{item.name}/")] if recursive else []
                 else:
                     changed_s = item.last_modified.timestamp()
-                    found.append(self._listed(item.name, item.size, changed_s))
+                    entries.append(self._listed(item.name, item.size, changed_s))
             break
-        return found, pages.continuation_token
+        return entries, pages.continuation_token
 
     def _terms(
         self, *, if_absent: bool = False, if_match: str | None = None
@@ -139,32 +139,29 @@ class AzureBackend(clouds.CloudBackend):
         return {}
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """Draw a random text; nothing is sent."""
+        """Return a random text; no request is sent."""
         return os.urandom(8).hex()
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Put Block, under a name that no other upload of this path uses."""
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        """Put Block, with a name that no other upload of this path uses."""
         body = b"".join(data)
-        # All names of one blob's blocks must be of one length.
-        block_id = base64.b64encode(f"{token}-{number:06d}".encode()).decode()
-        part = io.BytesIO(body)
+        # All names of a blob's blocks must have the same length.
+        block_id = base64.b64encode(f"{token}-{part.number:06d}".encode()).decode()
         checked = {"length": len(body), "validate_content": True}
-        self._run(self._ask, "stage_block", path, block_id, part, **checked)
+        self._run(self._ask, "stage_block", path, block_id, io.BytesIO(body), **checked)
         return block_id
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
-        """Put Block List; the same list again changes nothing."""
+        """Put Block List; idempotent."""
         from azure.storage.blob import BlobBlock  # noqa: PLC0415  # comes with adlfs
 
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
         self._run(self._ask, "commit_block_list", path, blocks, metadata=_metadata(write_id))
 
     def abort_upload(self, path: str, token: str) -> None:
-        """Send nothing: blocks that are not listed cannot be removed."""
+        """Do nothing: blocks that are not committed cannot be removed."""
 
     def copy_source(self, path: str) -> CopySource:
         scope = f"azure {self.endpoint} {self._place[0]}"
@@ -175,8 +172,8 @@ class AzureBackend(clouds.CloudBackend):
         """Copy Blob within the account, which continues after its response; reports no checksum."""
 
         async def begin(fs: ForeignFs) -> None:
-            there = fs.service_client.get_blob_client(self._place[0], source.address)
-            await self._ask(fs, "start_copy_from_url", path, there.url)
+            blob = fs.service_client.get_blob_client(self._place[0], source.address)
+            await self._ask(fs, "start_copy_from_url", path, blob.url)
 
         try:
             self._run(begin)
@@ -186,15 +183,15 @@ class AzureBackend(clouds.CloudBackend):
                 raise UnsupportedByStoreError(what, kind="unsupported") from error
             raise
         while True:
-            made = self._run(self._ask, "get_blob_properties", path)
-            if made.copy.status != "pending":
+            blob = self._run(self._ask, "get_blob_properties", path)
+            if blob.copy.status != "pending":
                 break
-            moved()
-            time.sleep(_COPY_LOOK_S)
-        if made.copy.status != "success":
-            what = f"The copy to {path} ended: {made.copy.status} {made.copy.status_description}."
+            report_progress()
+            time.sleep(_COPY_POLL_S)
+        if blob.copy.status != "success":
+            what = f"The copy to {path} ended: {blob.copy.status} {blob.copy.status_description}."
             raise StorageError(what, retryable=True, next_step="Copy again.")
-        check_copied(source, made.size, size_bytes)
+        check_copied(source, blob.size, size_bytes)
 
     async def _ask(
         self, fs: ForeignFs, method: str, path: str, *arguments: Any, **named: Any

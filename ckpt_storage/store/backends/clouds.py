@@ -1,4 +1,4 @@
-"""What object stores do alike; the clients' own retries are off, as `Store` repeats."""
+"""What object stores have in common. The clients' own retries are off, as `Store` retries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
@@ -22,9 +21,10 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
+from .client_registry import ForeignFs
+from .clients import ClientBackend
 
 WRITE_ID = "ckpt-write-id"
 """Metadata that distinguishes one attempt to write a key from another."""
@@ -32,15 +32,15 @@ WRITE_ID = "ckpt-write-id"
 _AT_ONCE = 16
 
 _CODES_OF_BOTH = frozenset({"", "404", "notFound"})
-"""What a service answers for an absent object and for an absent bucket: to a HEAD, and Google."""
+"""Codes for an absent object as well as for an absent bucket: of HEAD requests, and of Google."""
 
 Preconditions: TypeAlias = Mapping[str, Any]
-"""How a request says that nothing, or a version, is to be there."""
+"""The arguments of a request that make it conditional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """An object's bytes on their way; `first` is where in the object they begin."""
+    """The body of a response; `first` is the offset of its first byte in the object."""
 
     pieces: AsyncIterator[bytes]
     first: int = 0
@@ -49,27 +49,27 @@ class Body:
 
 
 CLOUD = Capabilities(kind="generic", exclusive_create=True, if_match=True, atomic_replace=True)
-"""What all of them promise; servers that only speak like one may ignore the conditions."""
+"""What all clouds promise; other servers with the same API may ignore conditions."""
 
 ObjectStat: TypeAlias = tuple[int, float | None, str, str | None]
-"""Of an object: its length in bytes, time of last change, version and write id."""
+"""Length in bytes, time of the last change, version and write id of an object."""
 
 Page: TypeAlias = tuple[Sequence[ObjectInfo], Any]
-"""One answer to a listing, and what asks for the next, if there is more."""
+"""One response to a listing, and the continuation of the listing, if any."""
 
 
 class CloudBackend(ClientBackend):
-    """A prefix in a bucket; each cloud has six requests of its own, and its uploads."""
+    """A prefix in a bucket; a derived class sends six kinds of requests, and uploads."""
 
     @abc.abstractmethod
     async def _head(self, fs: ForeignFs, path: str) -> ObjectStat:
-        """Ask what is known of an object."""
+        """Request the metadata of an object."""
 
     @abc.abstractmethod
     def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> contextlib.AbstractAsyncContextManager[Body]:
-        """Ask for an object, or with `start` for a range of it; below 0 for its last `length`."""
+        """Request an object, or with `start` a range; a negative one: the last `length` bytes."""
 
     @abc.abstractmethod
     async def _put(
@@ -79,11 +79,11 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> None:
-        """Delete an object; one that is not there may be an error."""
+        """Delete an object; an absent one may be an error."""
 
     @abc.abstractmethod
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
-        """List names that begin with `below`; folders have a path that ends in a slash."""
+        """List the names that begin with `below`; folders have a path that ends in a slash."""
 
     @abc.abstractmethod
     def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Preconditions:
@@ -95,7 +95,7 @@ class CloudBackend(ClientBackend):
         return replace(info, version=version, write_id=write_id)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Ask for the object, and take no more of it than is wanted."""
+        """Request the object, and stop reading after `max_bytes`."""
 
         async def get(fs: ForeignFs) -> Content:
             data = bytearray()
@@ -109,7 +109,7 @@ class CloudBackend(ClientBackend):
         return self._run(get)
 
     def tail(self, path: str, byte_count: int) -> Content:
-        """Ask for the last bytes, by a range that counts from the end."""
+        """Request a suffix range."""
 
         async def get(fs: ForeignFs) -> Content:
             async with self._body(fs, path, -byte_count, byte_count) as body:
@@ -119,7 +119,7 @@ class CloudBackend(ClientBackend):
         try:
             return self._run(get)
         except Exception as error:
-            # An object without bytes has no last ones.
+            # An empty object has no such range.
             if meaning_of(error).kind != "range":
                 raise
             return self.get(path, max_bytes=byte_count)
@@ -135,18 +135,18 @@ class CloudBackend(ClientBackend):
     async def _fill(
         self, fs: ForeignFs, path: str, start: int, view: memoryview
     ) -> tuple[int, int | None]:
-        """Return how many bytes came, and how long the object is."""
+        """Return how many bytes were received, and the length of the object."""
         async with self._body(fs, path, start, len(view)) as body:
             if start != body.first:
-                sizes = f"from byte {body.first} on, of {body.total_bytes} bytes in all"
-                what = f"The server answers a read from byte {start} on with the bytes {sizes}."
+                what = f"The server answers a read from byte {start} on with the bytes from byte "
+                what += f"{body.first} on, of {body.total_bytes} bytes in all."
                 step = "Use a server that honours the Range header, without Content-Encoding."
                 raise UnsupportedByStoreError(what, kind="unsupported", next_step=step)
             count = 0
             async for piece in body.pieces:
-                taken = memoryview(piece)[: len(view) - count]
-                view[count : count + len(taken)] = taken
-                count += len(taken)
+                received = memoryview(piece)[: len(view) - count]
+                view[count : count + len(received)] = received
+                count += len(received)
                 if count == len(view):
                     break
         return count, body.total_bytes
@@ -160,7 +160,7 @@ class CloudBackend(ClientBackend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Send the object in one request, of any size: some ignore a condition on parts."""
+        """Send the object in one request, whatever its size: some ignore conditions of uploads."""
         terms = self._terms(if_absent=if_absent, if_match=if_match)
         self._run(self._put, path, data, write_id, terms)
 
@@ -171,26 +171,26 @@ class CloudBackend(ClientBackend):
 
         async def delete_some(fs: ForeignFs, some: Sequence[str]) -> None:
             calls = (delete(fs, path) for path in some)
-            # A deletion that outlives the call could hit what is written anew.
-            ended = await asyncio.gather(*calls, return_exceptions=True)
-            failures = [error for error in ended if error is not None]
+            # Wait for all: a late deletion could hit a new object of that name.
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            failures = [error for error in results if error is not None]
             if failures:
-                # The one that trying again does not mend, if any.
+                # Rather one that is final.
                 raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
             self._run(delete_some, paths[start : start + _AT_ONCE])
-            moved()
+            report_progress()
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete on condition; a refusal is held against what is there: it may be gone."""
+        """Delete on condition; after a refusal compare the version, as the object may be gone."""
         with unless_absent():
             try:
                 self._run(self._delete, path, self._terms(if_match=version))
             except Exception as error:
                 if meaning_of(error).kind == "precondition" and self.stat(path).version == version:
-                    # Swift compares an object in parts with another ETag than it tells.
-                    what = f"{path}: this server refuses the version that it tells."
+                    # Swift compares an object in parts with another ETag than it reports.
+                    what = f"{path}: this server refuses the version that it reports."
                     raise UnsupportedByStoreError(what, kind="unsupported") from error
                 raise
 
@@ -206,14 +206,14 @@ class CloudBackend(ClientBackend):
         below, more = self._name(f"{prefix}/" if prefix else ""), None
         while True:
             page, more = self._run(self._page, below, more, recursive=recursive)
-            moved()
+            report_progress()
             yield page
             if not more:
                 return
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        """The bucket, and what all names begin with: "" or a text that ends in a slash."""
+        """The bucket, and the prefix of all names: "" or a text that ends in a slash."""
         bucket, _, prefix = self._root.partition("/")
         return bucket, f"{prefix}/" if prefix else ""
 
@@ -225,7 +225,7 @@ class CloudBackend(ClientBackend):
         answer = answer_in(error)
         return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:
@@ -233,9 +233,9 @@ class CloudBackend(ClientBackend):
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:
-        """Return the path below the root of an object name; an absolute one for any other name.
+        """Return the path of an object below the root; for others an absolute one.
 
-        `Store.list` passes over absolute paths.
+        `Store.list` skips absolute paths.
         """
         prefix = self._place[1]
         return name[len(prefix) :] if name.startswith(prefix) else f"/{name}"
@@ -245,34 +245,29 @@ class CloudBackend(ClientBackend):
 
 
 def range_header(start: int, length: int) -> str:
-    """Return the value of a Range header: from `start` on, or below 0 the last `length` bytes."""
+    """Return a Range header: `length` bytes from `start` on or, if it is negative, the last."""
     return f"bytes=-{length}" if start < 0 else f"bytes={start}-{start + length - 1}"
 
 
 def client_timeouts(request_s: float) -> tuple[float, float]:
-    """Return how long a client waits for a connection, and for more of an answer (seconds)."""
+    """Return the seconds that a client waits for a connection, and for the next bytes."""
     return min(10.0, request_s), min(60.0, request_s)
 
 
-def checksum_of(data: Buffers) -> str:
-    """Return the CRC-32C of consecutive buffers, spelt for a header or a document."""
-    return encoded(functools.reduce(lambda known, view: crc32c_of(view, known), data, 0))
-
-
 def encoded(crc32c: int) -> str:
-    """Return a CRC-32C as object stores spell it."""
+    """Return a CRC-32C in the spelling of object stores."""
     return base64.b64encode(crc32c.to_bytes(4, "big")).decode("ascii")
 
 
 def decoded(text: str) -> int:
-    """Return a CRC-32C that an object store spells."""
+    """Return the CRC-32C of such a text."""
     return int.from_bytes(base64.b64decode(text), "big")
 
 
 def span_of(content_range: object, length: int | None) -> tuple[int, int | None]:
-    """Return what a Content-Range header tells: the first byte, and the length of the object.
+    """Return the first byte and the length of the object by a Content-Range header.
 
-    Without one the answer is the whole object, of the length that its own header tells.
+    Without the header the response is the whole object, of `length` bytes.
     """
     if not content_range:
         return 0, length

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.crc import combine_many, crc32c_of
+from ckpt_storage.format.crc import combine_many, crc32c_of, crc32c_of_all
 from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
@@ -24,13 +24,13 @@ from ckpt_storage.store.problems import (
     HttpFailure,
     check_copied,
     damaged,
-    stuck,
     unless_absent,
+    upload_error,
 )
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.threads import report_progress
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
@@ -43,7 +43,7 @@ _CANCELLED = 499
 
 
 class GcsBackend(clouds.CloudBackend):
-    """A prefix in a bucket; versions are generations, tokens addresses of resumable sessions."""
+    """A prefix in a bucket; versions are generations, tokens are URLs of resumable sessions."""
 
     capabilities = replace(
         clouds.CLOUD,
@@ -51,19 +51,20 @@ class GcsBackend(clouds.CloudBackend):
         part_multiple_bytes=256 * KIB,
         last_part_publishes=True,
         copies_objects=True,
+        copies_with_checksum=True,
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
         super().__init__(location, settings)
-        # How many bytes each session holds, and once they are the object, its checksum. One that
-        # may hold more than the response says is not among them, and is requested.
+        # Stored bytes by session, and the checksum of the object once it is complete. A session
+        # whose last request failed is not in it: its state is requested.
         self._sessions: dict[str, tuple[int, str | None]] = {}
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
-        found = await self._document(fs, "GET", self._address(path))
-        write_id = found.get("metadata", {}).get(clouds.WRITE_ID, "")
-        at_s, version = _seconds(found.get("updated")), str(found["generation"])
-        return int(found["size"]), at_s, version, write_id
+        resource = await self._document(fs, "GET", self._address(path))
+        write_id = resource.get("metadata", {}).get(clouds.WRITE_ID, "")
+        at_s, version = _seconds(resource.get("updated")), str(resource["generation"])
+        return int(resource["size"]), at_s, version, write_id
 
     @contextlib.asynccontextmanager
     async def _body(
@@ -89,9 +90,9 @@ class GcsBackend(clouds.CloudBackend):
         write_id: str | None,
         terms: clouds.Preconditions,
     ) -> None:
-        """Send the form with two parts, as emulators ignore the condition in the plain one."""
-        # It refuses a body that has another.
-        checksum = {"crc32c": clouds.checksum_of(data)}
+        """Send a multipart form, as emulators ignore conditions of simple uploads."""
+        # The service refuses a body with another checksum.
+        checksum = {"crc32c": clouds.encoded(crc32c_of_all(data))}
         described = json.dumps({"name": self._name(path), **checksum, **_metadata(write_id)})
         head = (
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
@@ -118,12 +119,12 @@ class GcsBackend(clouds.CloudBackend):
             **({"pageToken": more} if more else {}),
         }
         page = await self._document(fs, "GET", self._objects, kind="objects", query=query)
-        found = [
+        entries = [
             self._listed(item["name"], int(item["size"]), _seconds(item.get("updated")))
             for item in page.get("items", ())
         ]
-        found += map(self._listed, page.get("prefixes", ()))
-        return found, page.get("nextPageToken")
+        entries += map(self._listed, page.get("prefixes", ()))
+        return entries, page.get("nextPageToken")
 
     def _terms(
         self, *, if_absent: bool = False, if_match: str | None = None
@@ -147,37 +148,35 @@ class GcsBackend(clouds.CloudBackend):
         self._sessions[session] = 0, None
         return session
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Send what the session does not hold yet; the last bytes end it and show the object."""
-        body = memoryview(b"".join(data))
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        """Send the bytes that the session does not hold; the last ones complete the object."""
+        body, offset = memoryview(b"".join(data)), part.offset
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
         kept, whole = known or self._send(token, total_bytes)
         while kept < end or (last and whole is None):
             if kept < offset or whole is not None:
-                raise stuck(path, f"holds {kept} bytes, and the part at {offset} cannot follow")
+                raise upload_error(path, f"holds {kept} bytes; the part at {offset} cannot follow")
             start = kept
             kept, whole = self._send(token, total_bytes, start, body[start - offset :])
             if kept <= start and whole is None:
-                raise stuck(path, f"makes no progress at byte {start}", retryable=True)
+                raise upload_error(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, whole
-        return str(crc32c_of(body))
+        return str(crc32c_of(body) if part.crc32c is None else part.crc32c)
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
-        """Ask the session whether it is over, unless the response to its last part says so."""
+        """Ask the session for its state, unless the response to its last part completed it."""
         sizes = [part.size_bytes for part in parts]
         sent = clouds.encoded(combine_many([int(part.receipt) for part in parts], sizes))
         kept, whole = self._sessions.pop(token, (0, None))
         if whole is None:
             kept, whole = self._send(token, sum(sizes))
         if whole is None or kept != sum(sizes):
-            raise stuck(path, f"holds {kept} of {sum(sizes)} bytes")
-        # "" where an emulator computes none.
+            raise upload_error(path, f"holds {kept} of {sum(sizes)} bytes")
+        # "": an emulator that computes none.
         if whole not in {"", sent}:
             what = f"{path} holds other bytes than were sent: its CRC-32C is {whole}, not {sent}."
             raise damaged(path, what, 0)
@@ -198,7 +197,10 @@ class GcsBackend(clouds.CloudBackend):
         )
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Rewrite, which the service may want called again and again, with the token of before."""
+        """Send Rewrite requests, each with the token of the response before, until it is done.
+
+        "Objects: rewrite" returns the metadata of the copy, whose crc32c is that of its content.
+        """
         address = f"{self._objects}/{quote(source.address, safe='')}/rewriteTo"
         address += f"{self._address(path).removeprefix('/storage/v1')}"
 
@@ -208,7 +210,7 @@ class GcsBackend(clouds.CloudBackend):
 
         answer = self._run(rewrite, {})
         while not answer["done"]:
-            moved()
+            report_progress()
             answer = self._run(rewrite, {"rewriteToken": answer["rewriteToken"]})
         made = answer["resource"]
         check_copied(source, int(made["size"]), size_bytes)
@@ -218,9 +220,9 @@ class GcsBackend(clouds.CloudBackend):
     def _send(
         self, session: str, total_bytes: int | None, start: int = 0, data: memoryview | bytes = b""
     ) -> tuple[int, str | None]:
-        """Send bytes to a session, or none; return how many it holds.
+        """Send bytes, or none, to a session; return how many it holds.
 
-        And once it is over, the checksum of the object.
+        And the checksum of the object, once it is complete.
         """
         span = f"{start}-{start + len(data) - 1}" if data else "*"
         headers = {"Content-Range": f"bytes {span}/{'*' if total_bytes is None else total_bytes}"}
@@ -236,11 +238,11 @@ class GcsBackend(clouds.CloudBackend):
         return self._run(send)
 
     def _paying_project(self, project: str | None) -> str:
-        """Return the project that pays. Raises `InvalidInputError` if none is known."""
+        """Return the project to bill. Raises `InvalidInputError` if none is known."""
         if project:
             return project
         raise InvalidInputError(
-            f"requester_pays is set for {self._location.url}, and no project that pays is known.",
+            f"requester_pays is set for {self._location.url}, but no project to bill is known.",
             path=self._location.url,
             next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
         )
@@ -250,13 +252,13 @@ class GcsBackend(clouds.CloudBackend):
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
 
     def _address(self, path: str) -> str:
-        """Return the address of what is known of an object, below the server's."""
+        """Return the path of an object's metadata on the server."""
         return f"{self._objects}/{quote(self._name(path), safe='')}"
 
     async def _document(
         self, fs: ForeignFs, method: str, address: str, kind: str = "object", **more: Any
     ) -> Mapping[str, Any]:
-        """Send one request that is answered with JSON of that kind, and return it."""
+        """Send one request and return its response, a JSON document of that kind."""
         async with self._ask(fs, method, address, **more) as answer:
             return _checked(await answer.read(), kind)
 
@@ -271,26 +273,26 @@ class GcsBackend(clouds.CloudBackend):
         headers: Mapping[str, str] = _NONE,
         data: memoryview | bytes | None = None,
     ) -> AsyncIterator[Any]:
-        """Send one request, give aiohttp's answer; raise `HttpFailure` for a status from 400 on."""
+        """Send one request, yield aiohttp's response; raise `HttpFailure` from status 400 on."""
         import aiohttp  # noqa: PLC0415  # comes with gcsfs
         import yarl  # noqa: PLC0415  # the same
 
-        # A gzipped answer would be unpacked on the way, and no byte range could be checked.
+        # Of a compressed response no byte range could be checked.
         heads = {"Accept-Encoding": "identity", **headers}
         if data is not None:
             heads["Content-Length"] = str(len(data))
-        # Looking for a token may ask another server, without regard to this loop.
+        # A lookup of a token may block on a request to another server.
         await asyncio.to_thread(fs.credentials.apply, heads)
         await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
-        asked = dict(query)
+        parameters = dict(query)
         if fs.requester_pays:
             pays = fs.requester_pays
-            asked["userProject"] = self._paying_project(
+            parameters["userProject"] = self._paying_project(
                 pays if isinstance(pays, str) else fs.project
             )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
-        url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
+        url = f"{server}{address}{mark if parameters else ''}{urlencode(parameters)}"
         connect_s, read_s = clouds.client_timeouts(self._timeout_s)
         async with fs.session.request(
             method,
@@ -306,17 +308,17 @@ class GcsBackend(clouds.CloudBackend):
 
 
 async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:
-    """Yield a body without copying it, so that aiohttp cannot send it a second time by itself."""
+    """Yield a body in pieces: aiohttp cannot resend an iterator by itself."""
     for start in range(0, len(data), _PIECE_BYTES):
         yield data[start : start + _PIECE_BYTES]
 
 
 def _checked(body: bytes, kind: str = "object") -> Mapping[str, Any]:
-    """Return a body decoded from JSON; raises `ForeignAnswer` if it is of another kind."""
-    found: Any = json.loads(body)
-    if not isinstance(found, Mapping) or found.get("kind") != f"storage#{kind}":
+    """Return a JSON document; raise `ForeignAnswer` if it is of another kind."""
+    document: Any = json.loads(body)
+    if not isinstance(document, Mapping) or document.get("kind") != f"storage#{kind}":
         raise ForeignAnswer(f"kind storage#{kind}")
-    return found
+    return document
 
 
 def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
@@ -324,7 +326,7 @@ def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:
-    """Return the failure that an answer's JSON body describes."""
+    """Return the failure that the JSON body of a response describes."""
     try:
         said = json.loads(body)["error"]
         reasons = said.get("errors") or [{}]

@@ -1,4 +1,4 @@
-"""Any other fsspec file system: a temporary file beside the target, its length checked, moved."""
+"""Any other fsspec file system: writes a temporary file, checks its length and moves it."""
 
 from __future__ import annotations
 
@@ -29,41 +29,45 @@ from ckpt_storage.store.backend import (
     ShortReadError,
 )
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import is_absence, stuck, unless_absent
-from ckpt_storage.store.threads import moved
+from ckpt_storage.store.problems import is_absence, unless_absent, upload_error
+from ckpt_storage.store.threads import report_progress
 
-from .clients import ClientBackend, ForeignFs
-from .drafts import draft_name, is_draft_name, target_path
+from .client_registry import ForeignFs
+from .clients import ClientBackend
+from .temp_files import is_temp_name, target_path, temp_name
 
 log = logging.getLogger("ckpt_storage")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    # By default Windows and Samba let nobody else open a file that is open, not even to read.
+    # By default Windows and Samba refuse to open a file twice, even for reading.
     "smb": {"share_access": "rwd"},
 }
-"""Options of file systems, by scheme, where the caller gave none."""
+"""Defaults of options, by scheme."""
+
+_HUB_KINDS = frozenset({"buckets", "datasets", "spaces"})
+"""What paths on the Hugging Face Hub begin with, but those of models."""
 
 _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Writing:
-    """An open temporary file, and the file system that serves nobody else meanwhile."""
+    """An open temporary file, and the file system instance that it alone uses."""
 
     fs: ForeignFs
     stream: ForeignFs
-    # The bytes that it surely has, and why nothing more can be written to it.
+    # The bytes that were written successfully, and why no more can be written.
     end: int = 0
     problem: str = ""
     using: threading.Lock = field(default_factory=threading.Lock)
     process_id: int = field(default_factory=os.getpid)
 
     def check(self, path: str, end: int, otherwise: str) -> None:
-        """Refuse to go on, now and later, unless the file has exactly `end` bytes."""
+        """Raise, now and at every later call, unless the file has exactly `end` bytes."""
         if not self.problem and self.end != end:
             self.problem = otherwise
         if self.problem:
-            raise stuck(path, self.problem)
+            raise upload_error(path, self.problem)
 
 
 class FsspecBackend(ClientBackend):
@@ -74,29 +78,29 @@ class FsspecBackend(ClientBackend):
     def __init__(self, location: Location, settings: Settings) -> None:
         options = {**_DEFAULTS.get(location.protocol, {}), **location.storage_options}
         if isinstance(options.get("auth"), list):
-            # JSON and command lines have no tuples; clients of HTTP take nothing else here.
+            # JSON and command lines have no tuples, which HTTP clients require here.
             options["auth"] = tuple(options["auth"])
         super().__init__(location, settings, options=options)
         name = "_cat_file" if self._is_async else "cat_file"
-        # Those that do not name the arguments send the whole file.
-        named = inspect.signature(getattr(self._family, name)).parameters
-        self._takes_ranges = "start" in named
+        # Implementations without the argument return the whole file.
+        parameters = inspect.signature(getattr(self._family, name)).parameters
+        self._takes_ranges = "start" in parameters
         self._writings: dict[str, _Writing] = {}
 
     def stat(self, path: str) -> ObjectInfo:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             return self._info(fs, path)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             if max_bytes is not None and size_bytes > max_bytes:
                 return Content(data=self._range(fs, path, 0, max_bytes + 1))
             return Content(data=fs.cat_file(self._full(path)))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
-        """Ask for the size, then for each range; its bytes are copied once."""
-        with self._turn() as fs:
+        """Request the size, then each range; its bytes are copied once."""
+        with self._borrowed_client() as fs:
             size_bytes = self._info(fs, path).size_bytes
             for start, view in ranges:
                 stop = min(start + view.nbytes, size_bytes)
@@ -118,7 +122,7 @@ class FsspecBackend(ClientBackend):
         token = self.begin_upload(path, write_id="", copies=False)
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
-            self.put_part(path, token, 0, 0, data, last=True)
+            self.put_part(path, token, part, data, last=True)
             self.complete_upload(path, token, [part], write_id="")
         except BaseException:
             with contextlib.suppress(Exception):
@@ -126,16 +130,16 @@ class FsspecBackend(ClientBackend):
             raise
 
     def delete(self, paths: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             for path in paths:
-                moved()
+                report_progress()
                 _remove(fs, self._full(path))
 
     def delete_folder(self, path: str) -> None:
-        """Remove the files page by page, then the folders, unless a name is taken for a pattern.
+        """Remove the files page by page, then the folders, unless fsspec takes one for a pattern.
 
-        Files with unsafe names stay, and their folders: many servers resolve "..", so that such a
-        name means another file.
+        Files with unsafe names stay, as do their folders: many servers resolve "..", so that such a
+        name is another file's.
         """
         unsafe: list[str] = []
         for page in self._pages(path, recursive=True):
@@ -146,43 +150,41 @@ class FsspecBackend(ClientBackend):
         if unsafe:
             log.warning("%r: names such as %r are not deleted", path, unsafe[0])
             return
-        with self._turn() as fs, unless_absent():
+        with self._borrowed_client() as fs, unless_absent():
             if not has_magic(full):
                 fs.rm(full, recursive=True)
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             self._check_share(fs)
             for full in filter(lambda full: full.strip("/"), map(self._full, ("", *folders))):
                 try:
                     fs.makedirs(full, exist_ok=True)
                 except Exception:
-                    # Another thread may have made it at the same time.
+                    # Another thread may have created it.
                     if not _exists(fs, full):
                         raise
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
         folder, slash, name = path.rpartition("/")
-        # fsspec would take some names for patterns.
-        token = f"{folder}{slash}{draft_name('object' if has_magic(name) else name)}"
-        own = self._take()
+        # fsspec takes some names for patterns.
+        token = f"{folder}{slash}{temp_name('object' if has_magic(name) else name)}"
+        own = self._acquire()
         try:
             stream = own.open(self._full(token), "wb")
         except BaseException:
-            self._give_back(own, is_sound=False)
+            self._release(own, healthy=False)
             raise
         self._writings[token] = _Writing(fs=own, stream=stream)
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        """Append the part. What a failed write leaves is unknown, so it is the last one."""
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        """Append the part. After a failed write the content is unknown, so no part follows."""
         writing = self._writings.get(token)
         if writing is None:
-            raise stuck(path, "is over, or another process began it")
-        writing.check(path, offset, f"got the part at byte {offset} out of its turn")
-        writing.problem = f"was cut off within the part at byte {offset}"
+            raise upload_error(path, "has ended, or another process began it")
+        writing.check(path, part.offset, f"got the part at byte {part.offset} out of order")
+        writing.problem = f"was cut off within the part at byte {part.offset}"
         with writing.using:
             try:
                 for view in data:
@@ -205,24 +207,24 @@ class FsspecBackend(ClientBackend):
         if writing is not None:
             what = f"holds {writing.end} bytes instead of {total_bytes}"
             writing.check(path, total_bytes, what)
-            # Some clients lose what they buffered.
+            # Some clients lose buffered data in a failed close.
             writing.problem = "was cut off at its end"
             with writing.using:
                 writing.stream.close()
                 self._writings.pop(token, None)
-                self._give_back(writing.fs)
-        with self._turn() as fs:
+                self._release(writing.fs)
+        with self._borrowed_client() as fs:
             self._publish(fs, self._full(token), path, total_bytes)
 
     def abort_upload(self, path: str, token: str) -> None:
-        if not is_draft_name(token.rpartition("/")[2]):
-            raise stuck(path, "has another token")
-        self._let_go(token)
-        with self._turn() as fs:
+        if not is_temp_name(token.rpartition("/")[2]):
+            raise upload_error(path, "has another token")
+        self._drop(token)
+        with self._borrowed_client() as fs:
             _remove(fs, self._full(token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield temporary files; that of an object, or all below a folder."""
+        """Yield the temporary files of an object, or all below a folder."""
         folder, _, name = prefix.strip("/").rpartition("/")
         for page in self._pages(folder, recursive=False):
             for info in page:
@@ -230,36 +232,42 @@ class FsspecBackend(ClientBackend):
                     yield _upload_of(info)
         for page in self._pages(prefix.strip("/"), recursive=True):
             for info in page:
-                if is_draft_name(info.path.rpartition("/")[2]):
+                if is_temp_name(info.path.rpartition("/")[2]):
                     yield _upload_of(info)
 
     def close(self) -> None:
-        """Do as any backend, and close files whose upload nobody knows to have begun."""
+        """Close also the files of uploads that were not ended."""
         for token, writing in list(self._writings.items()):
-            # A child of fork leaves alone what it inherited.
+            # A child of fork does not touch inherited files.
             if writing.process_id == os.getpid():
-                self._let_go(token)
+                self._drop(token)
         super().close()
 
-    def _let_go(self, token: str) -> None:
+    def _drop(self, token: str) -> None:
         writing = self._writings.pop(token, None)
-        # A call that hangs keeps its file system.
+        # A call that hangs keeps its instance.
         if writing is not None and writing.using.acquire(blocking=False):
             self._discard(writing)
             writing.using.release()
 
     def _discard(self, writing: _Writing) -> None:
-        """Close a file that failed, if possible without sending what it buffers."""
+        """Close a failed file, if possible without sending its buffered data."""
         for name in ("discard", "close"):
             end = getattr(writing.stream, name, None)
             if end is not None and not getattr(writing.stream, "closed", False):
                 with contextlib.suppress(Exception):
                     end()
-        self._give_back(writing.fs)
+        self._release(writing.fs)
 
     @property
     def _bucket(self) -> str:
-        """The host of the URL, if it is the first part of paths: then no folder, but a bucket."""
+        """The host of the URL, if paths begin with it: then it is a bucket.
+
+        On the Hugging Face Hub it is the repository: OWNER/NAME, for data sets below `datasets/`.
+        """
+        if self._location.protocol == "hf":
+            parts = self._root.strip("/").split("/")
+            return "/".join(parts[: 3 if parts[0] in _HUB_KINDS else 2])
         host = self._location.target.partition("://")[2].partition("/")[0]
         first = self._root.strip("/").partition("/")[0]
         return host if host == first else ""
@@ -267,58 +275,58 @@ class FsspecBackend(ClientBackend):
     def _may_lack_bucket(self, error: BaseException) -> bool:
         return isinstance(error, FileNotFoundError)
 
-    def _look_at_bucket(self) -> None:
+    def _check_bucket(self) -> None:
         first = self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._bucket
-        with self._turn() as fs:
+        with self._borrowed_client() as fs:
             fs.info(first)
 
     def _full(self, path: str) -> str:
-        """Return a path as the file system spells it."""
+        """Return a path in the spelling of the file system."""
         return f"{self._root}/{path}".rstrip("/") if path else self._root
 
     def _info(self, fs: ForeignFs, path: str) -> ObjectInfo:
         info: Mapping[str, Any] = fs.info(self._full(path))
         if info["type"] != "file":
             raise FileNotFoundError(path)
-        return _told(path, info)
+        return _object_info(path, info)
 
     def _range(self, fs: ForeignFs, path: str, start: int, stop: int) -> bytes:
-        """Return a range of a file, fewer bytes only where the file system cuts it."""
-        full, wanted = self._full(path), stop - start
+        """Return a range of a file, fewer bytes only if the file system truncates it."""
+        full, missing = self._full(path), stop - start
         if self._takes_ranges:
             data: bytes = fs.cat_file(full, start=start, end=stop)
-            if len(data) <= wanted:
+            if len(data) <= missing:
                 return data
-            # Some servers send the whole file all the same.
+            # Some servers send the whole file anyway.
             self._takes_ranges = False
         pieces = []
         with fs.open(full, "rb") as stream:
             stream.seek(start)
-            while wanted and (piece := stream.read(wanted)):
+            while missing and (piece := stream.read(missing)):
                 pieces.append(piece)
-                wanted -= len(piece)
+                missing -= len(piece)
         return b"".join(pieces)
 
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[ObjectInfo]]:
-        """Yield what lies directly in each folder.
+        """Yield the direct children of each folder.
 
-        A folder with an unsafe name is not entered, but yielded as if it were a file. A name that
-        is not below the root becomes an absolute path. `Store.list` reports both.
+        A folder with an unsafe name is not listed, but yielded as a file. A name that is not below
+        the root becomes an absolute path. `Store.list` reports both.
         """
         folders, root = [prefix], self._root.strip("/")
         above = f"{root}/" if root else ""
         while folders:
             folder = folders.pop()
-            with self._turn() as fs:
+            with self._borrowed_client() as fs:
                 try:
                     entries = fs.ls(self._full(folder), detail=True)
                 except Exception as error:
                     if not is_absence(error):
                         raise
-                    if folder == prefix and (missing := self.explain(error)) is not None:
-                        raise missing from error
+                    if folder == prefix and (no_bucket := self.explain(error)) is not None:
+                        raise no_bucket from error
                     self._check_share(fs)
-                    entries = []  # there is none, or it was removed meanwhile
+                    entries = []  # there is no folder, or it was removed meanwhile
             page = []
             for info in entries:
                 name, is_folder = str(info["name"]).strip("/"), info["type"] == "directory"
@@ -326,7 +334,7 @@ class FsspecBackend(ClientBackend):
                     continue
                 path = name[len(above) :] if name.startswith(above) else f"/{name}"
                 if not is_folder:
-                    page.append(_told(path, info))
+                    page.append(_object_info(path, info))
                 elif recursive and path_flaw(path) is not None:
                     page.append(ObjectInfo(path=path, size_bytes=0))
                 else:
@@ -335,24 +343,24 @@ class FsspecBackend(ClientBackend):
             yield page
 
     def _check_share(self, fs: ForeignFs) -> None:
-        """Raise unless the share of SMB is there: the client would try for ever to make it."""
+        """Raise unless the SMB share exists: the client retries to create it without end."""
         share = self._root.strip("/").partition("/")[0]
         if self._location.protocol == "smb" and not _exists(fs, f"/{share}"):
-            what = f"There is no share {share!r} at {self.endpoint}, or it is not for this user."
+            what = f"There is no share {share!r} at {self.endpoint}, or this user may not use it."
             step = "Check the URL: smb://HOST/SHARE/FOLDER. Only the server's owner makes shares."
             raise StorageError(what, path=self._location.url, next_step=step)
 
     def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
-        """Check a temporary file's length and move it to its name; go on where it stopped."""
-        found_bytes = None  # of one that was moved before
+        """Check a temporary file's length and move it to its name; may be retried."""
+        size_bytes = None  # an earlier attempt moved it
         with unless_absent():
-            found_bytes = int(fs.info(temporary)["size"])
-        if found_bytes == total_bytes:
+            size_bytes = int(fs.info(temporary)["size"])
+        if size_bytes == total_bytes:
             _move(fs, temporary, self._full(path))
-        if found_bytes in {None, total_bytes}:
-            found_bytes = self._info(fs, path).size_bytes
-        if found_bytes != total_bytes:
-            raise stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
+        if size_bytes in {None, total_bytes}:
+            size_bytes = self._info(fs, path).size_bytes
+        if size_bytes != total_bytes:
+            raise upload_error(path, f"holds {size_bytes} bytes instead of {total_bytes}")
 
 
 def _upload_of(info: ObjectInfo) -> OpenUpload:
@@ -361,7 +369,7 @@ def _upload_of(info: ObjectInfo) -> OpenUpload:
 
 
 def _exists(fs: ForeignFs, full: str) -> bool:
-    """Return whether something bears a name; fsspec's own takes any error for a no."""
+    """Return whether a name exists; fsspec's own `exists` ignores every error."""
     with unless_absent():
         fs.info(full)
         return True
@@ -373,7 +381,7 @@ def _remove(fs: ForeignFs, full: str) -> None:
     try:
         fs.rm_file(full)
     except Exception:
-        # Clients tell in many ways that there was nothing to remove.
+        # Clients report an absent file in many ways.
         if _exists(fs, full):
             raise
 
@@ -386,7 +394,7 @@ def _move(fs: ForeignFs, temporary: str, full: str) -> None:
     except Exception:
         if not _exists(fs, full) or not _exists(fs, temporary):
             raise
-        # Most servers refuse to move onto a name that is taken.
+        # Most servers refuse to move onto an existing name.
         _remove(fs, full)
         _rename(fs, temporary, full)
 
@@ -395,13 +403,13 @@ def _rename(fs: ForeignFs, temporary: str, full: str) -> None:
     if getattr(fs.mv, "__func__", None) is not AbstractFileSystem.mv:
         fs.mv(temporary, full)
     else:
-        # fsspec's own mv takes a source name with brackets for a pattern.
+        # fsspec's own mv takes brackets in the source name for a pattern.
         fs.cp_file(temporary, full)
         fs.rm_file(temporary)
 
 
-def _told(path: str, info: Mapping[str, Any]) -> ObjectInfo:
-    """Return what an entry tells; the time of last change bears one of many names there."""
+def _object_info(path: str, info: Mapping[str, Any]) -> ObjectInfo:
+    """Return the entry of a listing; the time of last change has one of many names."""
     times = (_time_of(info.get(name)) for name in _TIME_NAMES)
     modified_s = next((time for time in times if time is not None), None)
     return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=modified_s)

@@ -1,4 +1,4 @@
-"""A second name for a file of the same file system, durable and protected from edits."""
+"""Hard links to files, durable and protected from edits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.problems import damaged
 
-from .drafts import draft_name
 from .posix import NO_CALL, Posix
+from .temp_files import temp_name
 
 _NO_LINK = NO_CALL | {errno.EACCES, errno.EMLINK, errno.EPERM, errno.EXDEV}
 """Errors of a link after which the bytes are copied instead."""
@@ -21,40 +21,39 @@ _WRITE_BITS = 0o222
 
 
 def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: bool) -> None:
-    """Make `target` a hard link to `source`, in place of what is there; may be repeated.
+    """Make `target` a hard link to `source`, replacing what is there; may be retried.
 
-    The file loses its write bits: an edit under one name would change the other. It is synced, as
-    the save that wrote it may have had `sync_files=False`. Raises `UnsupportedByStoreError` where
-    the file cannot be linked or the link is not shown as the same file, `IntegrityError` if it has
+    The file loses its write bits, as an edit of one name would change the other. It is synced, as
+    the save that wrote it may have had `sync_files=False`. Raises `UnsupportedByStoreError` if the
+    file cannot be linked or the link does not appear as the same file, `IntegrityError` if it has
     another length.
     """
     folder, name = os.path.split(target)
-    temporary = f"{folder}/{draft_name(name)}"
+    temporary = f"{folder}/{temp_name(name)}"
     fd = posix.open_read(source)
     try:
-        found = posix.fstat(fd)
-        if not stat_modes.S_ISREG(found.st_mode) or posix.is_link(source):
+        stat = posix.fstat(fd)
+        if not stat_modes.S_ISREG(stat.st_mode) or posix.is_link(source):
             raise UnsupportedByStoreError(f"{source} is not a plain file.", kind="unsupported")
-        if found.st_size != size_bytes:
-            what = f"{source} has {found.st_size} bytes; {size_bytes} were written."
-            raise damaged(source, what, min(found.st_size, size_bytes))
+        if stat.st_size != size_bytes:
+            what = f"{source} has {stat.st_size} bytes; {size_bytes} were written."
+            raise damaged(source, what, min(stat.st_size, size_bytes))
         try:
             with _unlinkable(source, target):
                 posix.link(source, temporary)
             linked = posix.stat(temporary)
-            if (linked.st_dev, linked.st_ino) != (found.st_dev, found.st_ino):
-                # Replaced meanwhile, or a mount that numbers names, not files, as sshfs does.
+            if (linked.st_dev, linked.st_ino) != (stat.st_dev, stat.st_ino):
+                # It was replaced, or a mount such as sshfs has an inode number per name.
                 what = f"{source} and its new name are not shown as one file."
                 raise UnsupportedByStoreError(what, kind="unsupported")
-            if found.st_mode & _WRITE_BITS:
+            if stat.st_mode & _WRITE_BITS:
                 with _unlinkable(source, target):
-                    posix.fchmod(fd, stat_modes.S_IMODE(found.st_mode) & ~_WRITE_BITS)
+                    posix.fchmod(fd, stat_modes.S_IMODE(stat.st_mode) & ~_WRITE_BITS)
             if sync:
                 _sync(posix, fd, source)
             posix.rename(temporary, target)
         finally:
-            # Two names of one file are not renamed to one: both stay. An answer may be lost, and
-            # the name is ours alone.
+            # rename(2) keeps both names of one file. The response may be lost, too.
             with contextlib.suppress(OSError):
                 posix.unlink(temporary)
         if sync:

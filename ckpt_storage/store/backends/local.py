@@ -34,39 +34,39 @@ from ckpt_storage.store.backend import (
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import changed, explain, too_long
 
-from .drafts import Draft, is_draft_name, target_path
 from .links import link_file
 from .mounts import durability_problem
 from .posix import ABSENT, NO_CALL, Posix, folder_of, is_remains
+from .temp_files import TempFile, is_temp_name, target_path
 
 T = TypeVar("T")
 
-# Reads of this length are announced to the kernel, which then reads twice as far ahead; not by
-# POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
-_READ_ON_BYTES = 1 << 20
+# From this length on the kernel is advised to read twice as far ahead. POSIX_FADV_WILLNEED of the
+# next range makes cold reads slower.
+_READ_AHEAD_BYTES = 1 << 20
 
 
 class _Token(str):
-    """The token of an own upload, which keeps its temporary file open."""
+    """The token of an upload that this process began, which keeps its temporary file open."""
 
-    __slots__ = ("draft",)
+    __slots__ = ("file",)
 
-    draft: Draft
+    file: TempFile
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        # Another process joins by the text; open files belong to this one.
+        # Another process joins by the text, without the open file.
         return str, (str(self),)
 
 
 class LocalBackend(Backend):
-    """One folder; a descriptor is kept from call to call only for a file that is being written.
+    """One folder; only files that are being written stay open between calls.
 
     A folder below the root that a symbolic link moves out of it is neither written to nor deleted
-    from, and a listing of it is empty: the owner of the link may be another one. Links to files are
-    read through, and the root may be one.
+    from, and its listing is empty, as another user may own the link. Links to files are followed in
+    reads, and the root may be a link.
 
-    A network file system's client may have misled a call that says ENOENT or ESTALE; it is made
-    once more after all folders on the way were opened, which has the client look again.
+    ENOENT and ESTALE may come from stale caches of a network file system's client. The call is then
+    repeated once after opening all folders of the path, which revalidates them.
     """
 
     capabilities = Capabilities(
@@ -75,8 +75,8 @@ class LocalBackend(Backend):
         exclusive_create=True,
         atomic_replace=True,
         parallel_parts=True,
-        # A client of a network mount writes back whole pages, also the rest of one that it did
-        # not change; the largest pages of common kernels.
+        # Clients of network mounts write back whole pages, also the unchanged rest of a page.
+        # These are the largest pages of common kernels.
         part_alignment_bytes=64 * 1024,
         tokens_travel=True,
         lists_uploads=True,
@@ -88,54 +88,54 @@ class LocalBackend(Backend):
         self, place: str | Location, settings: Settings | None = None, *, posix: Posix | None = None
     ) -> None:
         root = place if isinstance(place, str) else place.target
-        # Made absolute now, because the process may change its working folder.
+        # Absolute, because the process may change its working folder.
         self.folder = str(Path(root).absolute())
         self._posix = posix or Posix()
         self._settings = settings or Settings()
         self._sync = self._settings.sync_files
         self._receipt = os.urandom(8).hex()
-        # Of uploads, by token: own ones live as long as somebody holds the token. Calls on these
-        # are atomic.
-        self._drafts: MutableMapping[str, Draft] = WeakValueDictionary()
-        self._joined: dict[str, Draft] = {}
+        # Files of uploads by token; those begun here live as long as their token. Single operations
+        # on these mappings are atomic.
+        self._own: MutableMapping[str, TempFile] = WeakValueDictionary()
+        self._joined: dict[str, TempFile] = {}
 
     def stat(self, path: str) -> ObjectInfo:
         full = self._full(path)
-        found = self._twice(full, lambda: self._posix.stat(full))
-        _check_is_file(found, full)
-        return _info(path, found)
+        stat = self._retry_stale(full, lambda: self._posix.stat(full))
+        _check_is_file(stat, full)
+        return _info(path, stat)
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
-        """Return a file, read through one descriptor, which tells its length first."""
-        with self._opened(path) as (fd, found):
-            if max_bytes is not None and found.st_size > max_bytes:
-                raise too_long(path, f"file://{self._full(path)}", found.st_size, max_bytes)
-            content = memoryview(bytearray(found.st_size))
+        """Return a file, whose length and bytes come from one descriptor."""
+        with self._opened(path) as (fd, stat):
+            if max_bytes is not None and stat.st_size > max_bytes:
+                raise too_long(path, f"file://{self._full(path)}", stat.st_size, max_bytes)
+            content = memoryview(bytearray(stat.st_size))
             data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
-            return Content(data=data, version=_version_of(found))
+            return Content(data=data, version=_version_of(stat))
 
     def tail(self, path: str, byte_count: int) -> Content:
         """Return the end of a file, read through one descriptor."""
-        with self._opened(path) as (fd, found):
-            content = memoryview(bytearray(min(byte_count, found.st_size)))
-            self._posix.preadv_all(fd, [content], found.st_size - len(content))
-            return Content(data=bytes(content), version=_version_of(found))
+        with self._opened(path) as (fd, stat):
+            content = memoryview(bytearray(min(byte_count, stat.st_size)))
+            self._posix.preadv_all(fd, [content], stat.st_size - len(content))
+            return Content(data=bytes(content), version=_version_of(stat))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int:
-        """Fill the ranges through one descriptor; return the length that the file had first."""
-        with self._opened(path) as (fd, found):
-            is_told = False
+        """Fill the ranges through one descriptor; return the length of the file when opened."""
+        with self._opened(path) as (fd, stat):
+            is_advised = False
             for start, target in ranges:
-                if target.nbytes >= _READ_ON_BYTES and not is_told:
-                    is_told = True
-                    self._posix.read_on(fd)
+                if target.nbytes >= _READ_AHEAD_BYTES and not is_advised:
+                    is_advised = True
+                    self._posix.advise_sequential(fd)
                 count = self._posix.preadv_all(fd, [target], start)
                 if count < target.nbytes:
                     raise ShortReadError(start + count)
-        return found.st_size
+        return stat.st_size
 
     def drop_caches(self, path: str) -> None:
-        """Have the kernel drop what it caches of a file, which the next read opens anew."""
+        """Have the kernel drop the pages of a file; the next read opens it again."""
         with self._opened(path) as (fd, _):
             self._posix.forget(fd)
 
@@ -149,35 +149,35 @@ class LocalBackend(Backend):
         if_match: str | None = None,
     ) -> None:
         """Write a temporary file beside the target, sync it, rename or link it, sync the folder."""
-        draft = self._draft_of(path)
+        file = self._open_temp_file(path)
         try:
-            draft.write(data, 0)
-            draft.seal(sum(view.nbytes for view in data))
-            draft.publish(if_absent=if_absent)
+            file.write(data, 0)
+            file.fsync_and_close(sum(view.nbytes for view in data))
+            file.publish(if_absent=if_absent)
         except BaseException:
             with contextlib.suppress(OSError):
-                draft.discard()
+                file.discard()
             raise
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
-        """Yield files, links to files as such; not temporary ones, nor what vanishes meanwhile."""
+        """Yield files and links to files, but no temporary files and none that vanish meanwhile."""
         if self._leads_out(self._full(prefix.strip("/"))):
             return
         for path, item in self._walk(prefix, recursive=recursive):
             if not recursive and _is_folder(item):
                 yield ObjectInfo(path=f"{path}/", size_bytes=0)
                 continue
-            if is_draft_name(item.name) or is_remains(item.name):
+            if is_temp_name(item.name) or is_remains(item.name):
                 continue
             try:
-                found = self._posix.stat(self._full(path))
+                stat = self._posix.stat(self._full(path))
             except OSError as error:
-                # A link that leads to itself is no file.
+                # ELOOP: a link to itself is no file.
                 if error.errno not in ABSENT | {errno.ESTALE, errno.ELOOP}:
                     raise
             else:
-                if stat_modes.S_ISREG(found.st_mode):
-                    yield _info(path, found)
+                if stat_modes.S_ISREG(stat.st_mode):
+                    yield _info(path, stat)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Unlink files and make that durable, so that a later delete cannot overtake it."""
@@ -189,7 +189,7 @@ class LocalBackend(Backend):
             try:
                 self._posix.unlink(full)
             except OSError as error:
-                # A folder bears no object of that name, so there is nothing to delete.
+                # A folder is no object, so there is nothing to delete.
                 if error.errno not in ABSENT | {errno.EISDIR}:
                     raise
             else:
@@ -198,10 +198,10 @@ class LocalBackend(Backend):
             self._posix.sync_names(folder)
 
     def delete_version(self, path: str, version: str) -> None:
-        """Compare and unlink while the folder is locked; then remove folders that are empty.
+        """Compare and unlink while the folder is locked; then remove empty folders.
 
-        Atomic among those who delete so, on one host or where the mount carries locks. A file may
-        be replaced meanwhile, so it is for write-once names.
+        Atomic among calls of this method, on one host or where the mount supports locks. It does
+        not lock out replacements, so it is for write-once names.
         """
         full = self._full(path)
         folder = folder_of(full)
@@ -210,7 +210,7 @@ class LocalBackend(Backend):
             lock = self._posix.lock_folder(folder)
         except BlockingIOError as error:
             raise StorageError(
-                f"Somebody else is deleting in {folder}.", kind="precondition"
+                f"Another process is deleting in {folder}.", kind="precondition"
             ) from error
         except OSError as error:
             if error.errno in ABSENT:
@@ -236,56 +236,54 @@ class LocalBackend(Backend):
             self._posix.close(lock)
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        draft = self._draft_of(path)
-        name = f"{folder_of(path)}/{draft.name}".lstrip("/")
+        file = self._open_temp_file(path)
+        name = f"{folder_of(path)}/{file.name}".lstrip("/")
         token = _Token(name)
-        token.draft = draft
-        self._drafts[name] = draft
+        token.file = file
+        self._own[name] = file
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        self._draft(path, token).write(data, offset)
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        self._temp_file(path, token).write(data, part.offset)
         return self._receipt
 
     def flush_parts(self, path: str, token: str) -> None:
-        """Sync the file, and close it if another process began it."""
-        draft = self._draft(path, token)
+        """Sync the file and close it."""
+        file = self._temp_file(path, token)
         try:
             with self._final(path):
-                draft.flush()
+                file.flush()
         except BaseException:
-            # Known as failed from now on.
-            draft.leave()
+            # Later calls on this upload fail.
+            file.detach()
             raise
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
-        """Check the length, sync, rename or link; only a failed naming may be repeated."""
-        draft = self._draft(path, token)
+        """Check the length, sync, rename or link; only a failed rename may be retried."""
+        file = self._temp_file(path, token)
         with self._final(path):
             by_several = any(part.receipt != self._receipt for part in parts)
-            draft.seal(sum(part.size_bytes for part in parts), by_several=by_several)
-        draft.publish(if_absent=False)
+            file.fsync_and_close(sum(part.size_bytes for part in parts), by_several=by_several)
+        file.publish(if_absent=False)
         self._forget(token)
 
     def abort_upload(self, path: str, token: str) -> None:
-        full = self._draft_path(path, token)
+        full = self._temp_path(path, token)
         self._check_inside(folder_of(full))
-        draft = self._forget(token)
-        if draft is not None:
-            draft.discard()
+        file = self._forget(token)
+        if file is not None:
+            file.discard()
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._posix.unlink(full)
 
     def leave_upload(self, path: str, token: str) -> None:
-        draft = self._known(token)
-        if draft is not None and not draft.is_own:
+        file = self._known(token)
+        if file is not None and not file.is_own:
             self._forget(token)
-            draft.leave()
+            file.detach()
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         prefix = prefix.strip("/")
@@ -293,10 +291,10 @@ class LocalBackend(Backend):
             return
         beside = self._scan(folder_of(prefix)) if prefix else ()
         for path, item in (
-            *(one for one in beside if target_path(one[0]) == prefix),
+            *(entry for entry in beside if target_path(entry[0]) == prefix),
             *self._walk(prefix, recursive=True),
         ):
-            if is_draft_name(item.name) and item.is_file(follow_symlinks=False):
+            if is_temp_name(item.name) and item.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                     changed_s = item.stat(follow_symlinks=False).st_mtime
                     yield OpenUpload(path=target_path(path), token=path, modified_s=changed_s)
@@ -312,7 +310,7 @@ class LocalBackend(Backend):
         link_file(self._posix, source.address, full, size_bytes=size_bytes, sync=self._sync)
 
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Make the root, its parents and these folders, and sync each name in the root or above."""
+        """Create the root, its parents and these folders; sync each name in the root or above."""
         made: set[str] = set()
         for folder in ("", *folders):
             full = self._full(folder.strip("/"))
@@ -333,7 +331,7 @@ class LocalBackend(Backend):
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
 
     def _leads_out(self, folder: str) -> bool:
-        """Return whether symbolic links move a folder below the root out of it."""
+        """Return whether symbolic links move a folder out of the root."""
         if folder == self.folder:
             return False
         root = self._posix.real_path(self.folder).rstrip("/")
@@ -348,8 +346,8 @@ class LocalBackend(Backend):
                 next_step="Replace the link by a folder, or give the URL of what it leads to.",
             )
 
-    def _twice(self, full: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt`, and once more if a network file system's caches may have misled it."""
+    def _retry_stale(self, full: str, attempt: Callable[[], T]) -> T:
+        """Run `attempt`, and once more if a network file system's caches may be stale."""
         try:
             return attempt()
         except OSError as error:
@@ -367,28 +365,28 @@ class LocalBackend(Backend):
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Give the descriptor of a file that is open to read, and what is known of the file."""
+        """Yield the descriptor of a file opened for reading, and its stat result."""
         full = self._full(path)
 
         def attempt() -> tuple[int, os.stat_result]:
             fd = self._posix.open_read(full)
             try:
-                found = self._posix.fstat(fd)
-                _check_is_file(found, full)
+                stat = self._posix.fstat(fd)
+                _check_is_file(stat, full)
             except BaseException:
                 self._posix.close(fd)
                 raise
-            return fd, found
+            return fd, stat
 
-        fd, found = self._twice(full, attempt)
+        fd, stat = self._retry_stale(full, attempt)
         try:
-            yield fd, found
+            yield fd, stat
         finally:
             self._posix.close(fd)
 
     @contextlib.contextmanager
     def _final(self, path: str) -> Iterator[None]:
-        """Mark what fails inside as never to be tried again: a failed fsync must not be."""
+        """Make errors of the block final: a failed fsync must not be retried."""
         try:
             yield
         except StorageError as error:
@@ -399,45 +397,47 @@ class LocalBackend(Backend):
             failure.retryable = False
             raise failure from error
 
-    def _draft_of(self, path: str, name: str | None = None) -> Draft:
-        """Return a new temporary file, or the one called `name` that another process made."""
+    def _open_temp_file(self, path: str, name: str | None = None) -> TempFile:
+        """Create a temporary file, or open `name`, which another process created."""
         full = self._full(path)
         self._check_inside(folder_of(full))
         try:
-            return self._twice(full, lambda: Draft(self._posix, full, self._settings, name))
+            return self._retry_stale(
+                full, lambda: TempFile(self._posix, full, self._settings, name)
+            )
         except FileNotFoundError as error:
             if name is not None:
                 raise
-            what = f"The folder {folder_of(full)} is not there on this host, so nothing is written."
-            step = "Make it, as make_folders does; if another rank has made it: do all hosts share "
-            step += "this file system?"
+            what = f"The folder {folder_of(full)} does not exist on this host."
+            step = "Create it, as make_folders does; if another rank created it, check that all "
+            step += "hosts share this file system."
             raise StorageError(what, kind="not-found", next_step=step) from error
 
-    def _draft(self, path: str, token: str) -> Draft:
-        """Return the open file of an upload; one that another process began is joined."""
-        draft = self._known(token)
-        if draft is None:
-            joined = self._draft_of(path, os.path.split(self._draft_path(path, token))[1])
-            # Of two threads that open it at once, both go on with one.
-            draft = self._joined.setdefault(token, joined)
-            if draft is not joined:
-                joined.leave()
-        return draft
+    def _temp_file(self, path: str, token: str) -> TempFile:
+        """Return the open file of an upload; join it if another process began the upload."""
+        file = self._known(token)
+        if file is None:
+            joined = self._open_temp_file(path, os.path.split(self._temp_path(path, token))[1])
+            # Two threads that open it at once both use the first.
+            file = self._joined.setdefault(token, joined)
+            if file is not joined:
+                joined.detach()
+        return file
 
-    def _known(self, token: str) -> Draft | None:
-        return self._drafts.get(token) or self._joined.get(token)
+    def _known(self, token: str) -> TempFile | None:
+        return self._own.get(token) or self._joined.get(token)
 
-    def _forget(self, token: str) -> Draft | None:
+    def _forget(self, token: str) -> TempFile | None:
         joined = self._joined.pop(token, None)
-        return self._drafts.pop(token, None) or joined
+        return self._own.pop(token, None) or joined
 
-    def _draft_path(self, path: str, token: str) -> str:
+    def _temp_path(self, path: str, token: str) -> str:
         """Return the full path of a temporary file; refuse a token that leads elsewhere."""
         folder, name = os.path.split(token)
         is_near = folder == folder_of(path) if path else ".." not in folder.split("/")
-        if not is_near or folder.startswith("/") or not is_draft_name(name):
+        if not is_near or folder.startswith("/") or not is_temp_name(name):
             what = f"The token of an upload of {path} names no temporary file."
-            step = "Pass on what the upload's `token()` returned."
+            step = "Pass the result of the upload's `token()`."
             raise InvalidInputError(what, path=path, next_step=step)
         return self._full(token)
 
@@ -451,7 +451,7 @@ class LocalBackend(Backend):
                     yield path, item
 
     def _scan(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield path and entry of what is in a folder, nothing if there is no such folder."""
+        """Yield path and entry of all that is in a folder; nothing if there is no folder."""
         try:
             items = self._posix.scandir(self._full(folder))
         except OSError as error:
@@ -463,7 +463,7 @@ class LocalBackend(Backend):
 
 
 def _is_folder(item: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; not a link that leads to itself."""
+    """Return whether an entry is a folder or a link to a folder."""
     try:
         return item.is_dir()
     except OSError as error:
@@ -472,15 +472,20 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
         return False
 
 
-def _info(path: str, found: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+def _info(path: str, stat: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(
+        path=path,
+        size_bytes=stat.st_size,
+        modified_s=stat.st_mtime,
+        link_count=stat.st_nlink,
+    )
 
 
-def _version_of(found: os.stat_result) -> str:
-    return f"{found.st_ino:x}-{found.st_mtime_ns:x}"
+def _version_of(stat: os.stat_result) -> str:
+    return f"{stat.st_ino:x}-{stat.st_mtime_ns:x}"
 
 
-def _check_is_file(found: os.stat_result, full: str) -> None:
-    """Raise as for an absent file if a folder or device bears the name."""
-    if not stat_modes.S_ISREG(found.st_mode):
+def _check_is_file(stat: os.stat_result, full: str) -> None:
+    """Raise as for an absent file if the name is that of a folder or device."""
+    if not stat_modes.S_ISREG(stat.st_mode):
         raise FileNotFoundError(errno.ENOENT, f"{full} is not a file")

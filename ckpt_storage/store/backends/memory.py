@@ -34,7 +34,7 @@ _OPEN: dict[str, dict[int, bytes]] = {}
 
 
 class MemoryBackend(Backend):
-    """Everything that a storage can do, within one process. A version is a digest."""
+    """A storage with every ability, within one process. A version is a digest."""
 
     capabilities = Capabilities(
         kind="memory",
@@ -66,7 +66,7 @@ class MemoryBackend(Backend):
         return Content(data=data[max(0, len(data) - byte_count) :], version=_version(data))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
-        """Copy from the object as it was first."""
+        """Copy from one version of the object."""
         data = self._data(self._full(path))
         for start, view in ranges:
             piece = data[start : start + view.nbytes]
@@ -125,10 +125,8 @@ class MemoryBackend(Backend):
         _OPEN[token] = {}
         return token
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        _pieces(path, token)[number] = b"".join(data)
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        _pieces(path, token)[part.number] = b"".join(data)
         return ""
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
@@ -178,7 +176,7 @@ class MemoryBackend(Backend):
 
 
 def _pieces(path: str, token: str) -> dict[int, bytes]:
-    """Return the parts of an open upload; one that is over is not found."""
+    """Return the parts of an open upload."""
     try:
         return _OPEN[token]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Mounts whose fsync promises nothing: object stores behind a cache that is written back later."""
+"""Mounts whose fsync is not durable: object stores behind a write-back cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _WRITE_BACK = {
 
 
 def file_system_type(folder: str, *, mounts: Path = _MOUNTS) -> str:
-    """Return the type of the file system that a folder, or its nearest parent, lies on.
-
-    "" where the system does not list its mounts, or not this one.
-    """
+    """Return the type of the file system of a folder or its nearest parent; "" if unknown."""
     path = Path(folder)
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -30,14 +27,14 @@ def file_system_type(folder: str, *, mounts: Path = _MOUNTS) -> str:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    # proc(5): the third field is the device; the type follows a field that is a hyphen.
+    # proc(5): the third field is the device; the type follows the field "-".
     rows = (line.split(" ") for line in lines)
     types = [row[row.index("-") + 1] for row in rows if len(row) > 2 and row[2] == wanted]  # noqa: PLR2004  # as above
     return types[-1] if types else ""
 
 
 def durability_problem(folder: str, *, mounts: Path = _MOUNTS) -> str:
-    """Return why what is written and synced in a folder may still be lost, "" if it may not."""
+    """Return why files that were synced in a folder may still be lost; "" if they may not."""
     kind = file_system_type(folder, mounts=mounts)
     why = _WRITE_BACK.get(kind)
     if why is None:

@@ -1,6 +1,6 @@
-"""The POSIX calls of the local store, one method each, so that tests can fail each of them.
+"""The system calls of the local store, one method each, so that tests can fail each of them.
 
-Every method raises the `OSError` it got. The last ones make several of these calls.
+Every method raises the `OSError` of its call. The last methods make several of these calls.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH114, PTH116  # one system call a method; a
@@ -22,28 +22,28 @@ from itertools import islice
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
-# A longer write is cut at multiples of this: what one call writes, the kernel caches in pages of up
-# to as much. Not longer: blocks of 2 MiB and more are what the host of a virtual machine takes back
-# of free memory, and to touch them anew takes most of a save's time.
+# Longer writes are split at multiples of this: the kernel may cache the bytes of one call in one
+# folio. Hosts of virtual machines reclaim free blocks of 2 MiB and more, and to fault these in
+# again takes most of a save's time.
 _WRITE_BYTES = 1 << 20
 
 _SYNC_FILE_RANGE_WRITE = 2
 
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
-"""What a call on a name answers if nothing bears it."""
+"""Errors for a name that does not exist."""
 
 NO_CALL = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What a file system or kernel answers if it does not know a call."""
+"""Errors of a file system or kernel that does not support a call."""
 
 _NO_FULL_SYNC = NO_CALL | {errno.EINTR, errno.ENODEV, errno.ENOTTY, errno.EPERM, errno.ESPIPE}
 
-# What clients of NFS and file systems over FUSE keep of a removed file that is still open.
+# Names that NFS clients and FUSE give to a removed file that is still open.
 _REMAINS = re.compile(r"\.(nfs|fuse_hidden)[0-9a-f]{8,}")
 
 
 def _sync(fd: int) -> None:
     """Make what an open file or folder holds durable, through the drive's cache."""
-    # macOS's fsync leaves that cache. Its stronger call, where it is refused, synced nothing.
+    # fsync of macOS does not flush that cache. If the stronger call is refused, fsync follows.
     command = getattr(fcntl, "F_FULLFSYNC", None)
     if command is not None:
         try:
@@ -57,7 +57,7 @@ def _sync(fd: int) -> None:
 
 
 def _advise(fd: int, advice: str) -> None:
-    # A hint promises nothing, and some file systems take none.
+    # A hint; some file systems refuse it.
     with contextlib.suppress(AttributeError, OSError):
         os.posix_fadvise(fd, 0, 0, getattr(os, advice))
 
@@ -69,7 +69,7 @@ def _move_all(
     offset: int,
     most_bytes: int,
 ) -> int:
-    """Read or write until nothing is left or nothing moves; return how many bytes were moved."""
+    """Read or write until all is done or a call makes no progress; return the bytes moved."""
     pending = deque(view.cast("B") for view in buffers if view.nbytes)
     at = offset
     while pending:
@@ -92,7 +92,7 @@ def _move_all(
 
 
 class Posix:
-    """The system calls, straight through; holds no state and may be shared by threads."""
+    """The system calls; without state, safe in any thread."""
 
     def open_new(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -101,7 +101,7 @@ class Posix:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def open_write(self, path: str) -> int:
-        """Open a file that must exist for writing, following no symbolic link."""
+        """Open an existing file for writing, without following a symbolic link."""
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def open_folder(self, path: str) -> None:
@@ -109,35 +109,35 @@ class Posix:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write once at `offset` (bytes), perhaps less than all; return the bytes written."""
+        """Write once at `offset` (bytes), perhaps not all; return the bytes written."""
         return os.pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""
+        """Read once at `offset` (bytes), perhaps not all; return the bytes read."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         count = _move_all(self.pwritev, fd, buffers, offset, _WRITE_BYTES)
         if count < sum(view.nbytes for view in buffers):
-            raise OSError(errno.EIO, "the file system took no byte and gave no reason")
+            raise OSError(errno.EIO, "the file system wrote nothing and reported no error")
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill buffers from `offset` (bytes) on; return the bytes read, fewer only at the end."""
         return _move_all(self.preadv, fd, buffers, offset, sys.maxsize)
 
     def start_write_back(self, fd: int, offset: int, length: int) -> None:
-        """Let the kernel begin to write a range to the disk, so that `fsync` waits for less."""
-        # Of Linux's C library. It promises nothing: errors are the next fsync's to tell.
+        """Start writing a range to the disk, so that `fsync` waits for less."""
+        # Only Linux has it; the next fsync reports its errors.
         call = getattr(ctypes.CDLL(None), "sync_file_range", None)
         if call is not None:
             call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
     def forget(self, fd: int) -> None:
-        """Let the kernel drop what it caches of an open file and has written; promises nothing."""
+        """Advise the kernel to drop the written pages of an open file."""
         _advise(fd, "POSIX_FADV_DONTNEED")
 
-    def read_on(self, fd: int) -> None:
-        """Tell the kernel that an open file will be read on from wherever it is."""
+    def advise_sequential(self, fd: int) -> None:
+        """Advise the kernel that an open file is read sequentially."""
         _advise(fd, "POSIX_FADV_SEQUENTIAL")
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -147,14 +147,14 @@ class Posix:
         _sync(fd)
 
     def write_out(self, fd: int) -> None:
-        """Have a network file system send what was written, as closing does."""
+        """Have a network file system send all writes, as closing does."""
         os.close(os.dup(fd))
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def lock_folder(self, path: str) -> int:
-        """Lock a folder until what is returned is closed; `BlockingIOError` if somebody has it."""
+        """Return a descriptor that locks a folder; `BlockingIOError` if it is locked."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,7 +192,7 @@ class Posix:
         return os.stat(path)
 
     def real_path(self, path: str) -> str:
-        """Return a path with all links resolved, as far as it is there."""
+        """Return a path with all links resolved, as far as it exists."""
         return os.path.realpath(path)
 
     def is_link(self, path: str) -> bool:
@@ -203,16 +203,16 @@ class Posix:
             return list(entries)
 
     def sync_names(self, path: str) -> None:
-        """Make the names in a folder durable, where the file system lets a folder be synced."""
+        """Make the names in a folder durable, if the file system can sync folders."""
         try:
             self.fsync_folder(path)
         except OSError as error:
-            # Some FUSE and SMB mounts know no fsync of a folder; there is nothing better to call.
+            # Some FUSE and SMB mounts do not support it; there is no better call.
             if error.errno not in NO_CALL:
                 raise
 
     def make_folder(self, path: str, *, root: str, made: set[str], sync: bool) -> None:
-        """Make a folder and parents, but `made`; `sync` each name that lies in `root` or is it."""
+        """Create a folder and its parents, except `made`; `sync` each name in `root`, or `root`."""
         if path in made:
             return
         parent = folder_of(path)
@@ -221,8 +221,7 @@ class Posix:
         try:
             self.mkdir(path)
         except OSError as error:
-            # A read-only or foreign parent refuses even what is there already, and an
-            # answer may have been lost.
+            # A read-only parent refuses an existing name, too, and the response may be lost.
             if not self._is_folder(path):
                 if error.errno == errno.EEXIST:
                     raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file") from error
@@ -231,8 +230,8 @@ class Posix:
             try:
                 self.sync_names(parent)
             except PermissionError:
-                # A parent that may be passed but not read cannot be synced; journaling file
-                # systems carry a folder's own name along when the folder is.
+                # A parent that is not readable cannot be synced; journaling file systems make the
+                # name of a folder durable with the folder.
                 self.sync_names(path)
         made.add(path)
 
@@ -243,7 +242,7 @@ class Posix:
             return False
 
     def remove_folder(self, path: str) -> bool:
-        """Remove a folder and all below it, following no symbolic link; return if it was there."""
+        """Remove a folder and all below it, following no symbolic link; return if it existed."""
         if self.is_link(path):
             self.unlink(path)
             return True
@@ -260,24 +259,24 @@ class Posix:
             try:
                 self.unlink(item.path)
             except OSError as error:
-                # Of a file that is still open; then its folder stays too.
+                # EBUSY: the file is still open, and its folder stays, too.
                 if error.errno not in {errno.ENOENT, errno.EBUSY}:
                     raise
         try:
             self.rmdir(path)
         except OSError as error:
-            left = self.scandir(path) if error.errno == errno.ENOTEMPTY else ()
-            is_held = bool(left) and all(is_remains(item.name) for item in left)
+            items = self.scandir(path) if error.errno == errno.ENOTEMPTY else []
+            is_held = bool(items) and all(is_remains(item.name) for item in items)
             if error.errno != errno.ENOENT and not is_held:
                 raise
         return True
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that a file or folder lies in."""
+    """Return the parent folder of a path."""
     return os.path.split(path)[0]
 
 
 def is_remains(name: str) -> bool:
-    """Return whether a name is one that a mount gives to a removed file that is still open."""
+    """Return whether a name is that of a removed file that is still open."""
     return _REMAINS.fullmatch(name) is not None

@@ -13,27 +13,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of_all
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Buffers, CopySource, OpenUpload, Part, PartCopy, Settings
 from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
 
 from . import clouds
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 
 _CHECKSUMS = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "COMPOSITE"}
 _POOL_CONNECTIONS = 64
 _SOURCE_COUNT = 10_000
 _PIECE_BYTES = MIB
 
-# What servers answer, as codes of S3; digits are the status of an answer without a body.
+# Error codes of S3; digits are the status of a response without a body.
 _UNKNOWN_HEADER = frozenset(
     {"501", "InvalidArgument", "InvalidRequest", "MethodNotAllowed", "NotImplemented"}
 )
 
 _CHANGED = frozenset({"412", "PreconditionFailed"})
 
-_TELLING = {
+_REQUIRED_FIELDS = {
     "complete_multipart_upload": {"ETag"},
     "create_multipart_upload": {"UploadId"},
     "get_object": {"ETag"},
@@ -43,15 +44,15 @@ _TELLING = {
     "put_object": {"ETag"},
     "upload_part": {"ETag"},
 }
-"""Fields of which every answer of S3 has one; a page in its place, answered with 200, has none."""
+"""Fields of which every response of S3 has one; an HTML page with status 200 has none."""
 
 
 @dataclass(slots=True)
 class _Dialect:
-    """What the server at one endpoint was seen to understand.
+    """What the server at one endpoint understands, as far as it was observed.
 
-    takes_checksums: it does not refuse headers with a CRC-32C.
-    has_bare_etags: it compares If-Match with the ETag without its quotes; None: not known yet.
+    takes_checksums: it accepts headers with a CRC-32C.
+    has_bare_etags: it compares If-Match with the ETag without its quotes; None: unknown.
     """
 
     takes_checksums: bool = True
@@ -59,15 +60,15 @@ class _Dialect:
 
 
 _DIALECTS: dict[str, _Dialect] = {}
-"""By endpoint; for all clients of this process."""
+"""By endpoint, for all clients of this process."""
 
 
 class S3Backend(clouds.CloudBackend):
     """One root in one bucket.
 
-    A CRC-32C goes with every object and part, unless the server refuses such headers. The token of
-    an upload is S3's id of it; the receipt of a part is its ETag, and behind it the checksum that
-    the server repeated.
+    Every object and part is sent with its CRC-32C, unless the server refuses such headers. The
+    token of an upload is S3's id; the receipt of a part is its ETag and the checksum that the
+    server returned.
     """
 
     capabilities = replace(
@@ -91,12 +92,12 @@ class S3Backend(clouds.CloudBackend):
         )
         self._url = location.url
         self._dialect = _DIALECTS.setdefault(address_of(location), _Dialect())
-        # By upload: ETag and length of what is copied, so that all its copies are of one version.
+        # ETag and length of sources by upload, so that all copies are of one version.
         self._sources: dict[tuple[str, str], tuple[str, int]] = {}
 
     @functools.cached_property
     def _place(self) -> tuple[str, str]:
-        bucket, prefix, _ = self._take().split_path(f"{self._root}/")
+        bucket, prefix, _ = self._acquire().split_path(f"{self._root}/")
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
@@ -105,7 +106,7 @@ class S3Backend(clouds.CloudBackend):
         return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
 
     async def _head_object(self, fs: ForeignFs, key: str) -> Mapping[str, Any]:
-        """HeadObject; if it is refused or unreadable, GetObject, as only that answer says why."""
+        """HeadObject; after an error without a body GetObject, whose error has one."""
         try:
             return await self._ask(fs, "head_object", Key=key)
         except Exception as error:
@@ -118,16 +119,16 @@ class S3Backend(clouds.CloudBackend):
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[clouds.Body]:
-        asked = {} if start is None else {"Range": clouds.range_header(start, length)}
-        answer = await self._ask(fs, "get_object", Key=self._name(path), **asked)
-        # Not by the status: some servers answer a range with 200.
+        header = {} if start is None else {"Range": clouds.range_header(start, length)}
+        answer = await self._ask(fs, "get_object", Key=self._name(path), **header)
+        # Not by the status: some servers send a range with status 200.
         first, total_bytes = clouds.span_of(answer.get("ContentRange"), answer["ContentLength"])
         async with answer["Body"] as body:
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
-                # Asyncio takes a quarter of it at a time, and each time wakes the reader.
+                # Asyncio's default is a quarter of this, and each read wakes the task.
                 connection.transport.max_size = _PIECE_BYTES
-            # As it came: asking for a length joins what came.
+            # As received: `read(length)` would join the pieces.
             pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
             yield clouds.Body(pieces=pieces, first=first, total_bytes=total_bytes, version=version)
 
@@ -148,11 +149,11 @@ class S3Backend(clouds.CloudBackend):
             is_open = "IfMatch" in terms and dialect.has_bare_etags is None
             if not is_open or _code_of(error) not in _CHANGED:
                 raise
-            # Refused although it is there: Ceph's RGW compares the ETag without its quotes.
+            # Refused for the current version: Ceph's RGW compares the ETag without its quotes.
             stat = await self._head(fs, path)
             if stat[2] != terms["IfMatch"]:
                 raise
-            bare = {"IfMatch": _bare(terms["IfMatch"])}
+            bare: dict[str, Any] = {"IfMatch": _bare(terms["IfMatch"])}
             await self._ask_checked(fs, "put_object", data, **named, **bare)
             dialect.has_bare_etags = True
         else:
@@ -160,7 +161,7 @@ class S3Backend(clouds.CloudBackend):
                 dialect.has_bare_etags = False
 
     def _spelt(self, terms: clouds.Preconditions) -> clouds.Preconditions:
-        """Return conditions with ETags as this server compares them."""
+        """Return conditions with ETags in the form that this server compares."""
         if "IfMatch" in terms and self._dialect.has_bare_etags:
             return {**terms, "IfMatch": _bare(terms["IfMatch"])}
         return terms
@@ -169,22 +170,22 @@ class S3Backend(clouds.CloudBackend):
         try:
             await self._ask(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
         except Exception as error:
-            # Clients and servers know the condition since September 2025.
+            # Clients and servers support the condition since September 2025.
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
                 raise
-            what = f"{path}: this server deletes without conditions only."
+            what = f"{path}: this server does not support conditional deletes."
             raise UnsupportedByStoreError(what, kind="unsupported") from error
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
-        asked = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
-        asked |= {"ContinuationToken": more} if more else {}
-        answer = await self._ask(fs, "list_objects_v2", **asked)
-        found = [
-            self._listed(one["Key"], one["Size"], one["LastModified"].timestamp())
-            for one in answer.get("Contents", ())
+        options = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
+        options |= {"ContinuationToken": more} if more else {}
+        answer = await self._ask(fs, "list_objects_v2", **options)
+        entries = [
+            self._listed(item["Key"], item["Size"], item["LastModified"].timestamp())
+            for item in answer.get("Contents", ())
         ]
-        found += [self._listed(one["Prefix"]) for one in answer.get("CommonPrefixes", ())]
-        return found, answer["IsTruncated"] and answer.get("NextContinuationToken")
+        entries += [self._listed(item["Prefix"]) for item in answer.get("CommonPrefixes", ())]
+        return entries, answer["IsTruncated"] and answer.get("NextContinuationToken")
 
     def _terms(
         self, *, if_absent: bool = False, if_match: str | None = None
@@ -194,27 +195,23 @@ class S3Backend(clouds.CloudBackend):
         return {} if if_match is None else {"IfMatch": if_match}
 
     def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """CreateMultipartUpload; each part has a checksum, the object one of these checksums.
-
-        Not one of the whole object, which Cloudflare R2 does not know.
-        """
+        """CreateMultipartUpload with composite checksums, as Cloudflare R2 knows no other."""
         metadata, name = {clouds.WRITE_ID: write_id}, self._name(path)
         method = "create_multipart_upload"
         answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
         return str(answer["UploadId"])
 
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> str:
-        part = self._upload(path, token, PartNumber=number + 1)
-        return _receipt(self._run(self._ask_checked, "upload_part", data, **part))
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
+        target = self._upload(path, token, PartNumber=part.number + 1)
+        answer = self._run(self._ask_checked, "upload_part", data, crc32c=part.crc32c, **target)
+        return _receipt(answer)
 
     def copy_source(self, path: str) -> CopySource:
         scope = f"s3 {self.endpoint} {self._place[0]}"
         return CopySource(scope=scope, address=self._name(path), path=f"{self._url}/{path}")
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
-        """UploadPartCopy of a range, if the source is still what it was at the first such copy."""
+        """UploadPartCopy of a range, if the source still has the version of the first copy."""
         address = copy.source.address
         source = self._sources.get((token, address))
         if source is None:
@@ -223,15 +220,15 @@ class S3Backend(clouds.CloudBackend):
                 self._sources.clear()
             known = str(head["ETag"]), int(head["ContentLength"])
             source = self._sources.setdefault((token, address), known)
-        etag, found_bytes = source
-        check_source(copy, found_bytes)
-        asked = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
-        asked["CopySource"] = {"Bucket": self._place[0], "Key": address}
-        asked["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **asked).get("CopyPartResult", {})
+        etag, source_bytes = source
+        check_source(copy, source_bytes)
+        request = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
+        request["CopySource"] = {"Bucket": self._place[0], "Key": address}
+        request["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
+        answer = self._send("upload_part_copy", **request).get("CopyPartResult", {})
         if "ETag" not in answer:
-            # The server passed over the header with the source, and holds an empty part.
-            what = f"The server's answer to the copy of a part of {path} has no ETag of a copy."
+            # The server ignored the header with the source, and holds an empty part.
+            what = f"The server's response to the copy of a part of {path} has no ETag."
             raise UnsupportedByStoreError(what, kind="unsupported")
         checksum = answer.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
@@ -247,21 +244,23 @@ class S3Backend(clouds.CloudBackend):
             named.append({"PartNumber": part.number + 1, "ETag": etag})
             if checksum:
                 named[-1]["ChecksumCRC32C"] = checksum
-        asked = self._upload(path, token, MultipartUpload={"Parts": named})
-        self._send("complete_multipart_upload", **asked)
+        self._send(
+            "complete_multipart_upload",
+            **self._upload(path, token, MultipartUpload={"Parts": named}),
+        )
 
     def abort_upload(self, path: str, token: str) -> None:
         with unless_absent():
             self._send("abort_multipart_upload", **self._upload(path, token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        # Directory buckets know only prefixes that end in a slash.
-        asked = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
+        # Directory buckets accept only prefixes that end in a slash.
+        options = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
             try:
-                page = self._send("list_multipart_uploads", **asked)
+                page = self._send("list_multipart_uploads", **options)
             except Exception as error:
-                # As some servers answer where no upload is open.
+                # Some servers return this error if no upload is open.
                 if _code_of(error) != "NoSuchUpload":
                     raise
                 return
@@ -269,27 +268,36 @@ class S3Backend(clouds.CloudBackend):
                 yield OpenUpload(path=self._path(item["Key"]), token=item["UploadId"])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
                 return
-            asked["KeyMarker"] = page["NextKeyMarker"]
+            options["KeyMarker"] = page["NextKeyMarker"]
             if marker := page.get("NextUploadIdMarker"):
-                asked["UploadIdMarker"] = marker
+                options["UploadIdMarker"] = marker
 
     def _upload(self, path: str, token: str, **more: Any) -> dict[str, Any]:
         return {"Key": self._name(path), "UploadId": token, **more}
 
     def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
-        """Send one request by the client's method and return the answer."""
+        """Send one request by a method of the client and return the response."""
         return self._run(self._ask, method, **arguments)
 
     async def _ask_checked(
-        self, fs: ForeignFs, /, method: str, data: Buffers | None, **arguments: Any
+        self,
+        fs: ForeignFs,
+        /,
+        method: str,
+        data: Buffers | None,
+        crc32c: int | None = None,
+        **arguments: Any,
     ) -> Mapping[str, Any]:
-        """Send one request with the checksum of its body, or for an upload the wish to have one.
+        """Send one request with the checksum of its body; without a body, ask for checksums.
 
-        Without, if the server takes it only so.
+        Without any of that, if the server refuses it.
         """
         body = {} if data is None else {"Body": _ViewsBody(data)}
         if self._dialect.takes_checksums:
-            checksum = _CHECKSUMS if data is None else {"ChecksumCRC32C": clouds.checksum_of(data)}
+            checksum = _CHECKSUMS
+            if data is not None:
+                crc32c = crc32c_of_all(data) if crc32c is None else crc32c
+                checksum = {"ChecksumCRC32C": clouds.encoded(crc32c)}
             try:
                 return await self._ask(fs, method, **body, **arguments, **checksum)
             except Exception as error:
@@ -300,24 +308,24 @@ class S3Backend(clouds.CloudBackend):
         return answer
 
     async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
-        """Send one request on the loop, with the options that s3fs was given."""
+        """Send one request on the loop, with the request options of s3fs."""
         await fs.set_session()
         bucket = self._place[0]
         client = await fs.get_s3(bucket)
         name = client.meta.method_to_api_mapping[method]
         known = client.meta.service_model.operation_model(name).input_shape.members
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
-        # A copy reads its source with the key with which it was written.
+        # SSE-C: a copy reads its source with the key that encrypted it.
         keys = {f"CopySource{key}": extra[key] for key in extra if key.startswith("SSECustomer")}
         extra |= keys
         accepted = {key: value for key, value in extra.items() if key in known}
-        # The client refuses what it does not know: no condition is left out in silence.
+        # The client refuses unknown arguments, so no condition is dropped silently.
         answer: Mapping[str, Any] = await getattr(client, method)(
             Bucket=bucket, **{**accepted, **arguments}
         )
-        telling = _TELLING.get(method)
-        if telling and telling.isdisjoint(answer):
-            raise ForeignAnswer(" or ".join(sorted(telling)))
+        required = _REQUIRED_FIELDS.get(method)
+        if required and required.isdisjoint(answer):
+            raise ForeignAnswer(" or ".join(sorted(required)))
         return answer
 
 
@@ -346,8 +354,8 @@ class _ViewsBody:
         return self._at
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        # Copies, made in the processor's cache: a connection that is being closed may still send
-        # what it was given, when the views have other content.
+        # Copies in the processor's cache: a connection that is being closed may still send pieces
+        # after the caller reuses its buffers.
         for start in range(0, self._size, _PIECE_BYTES):
             yield self._between(start, min(self._size, start + _PIECE_BYTES))
 
@@ -361,10 +369,10 @@ class _ViewsBody:
 
 
 def _client_options(location: Location, request_timeout_s: float) -> dict[str, Any]:
-    """Return s3fs's options with timeouts, one attempt and room for parallel requests.
+    """Return s3fs's options with timeouts, one attempt and a pool for parallel requests.
 
-    What the user set stays. Checksums only where S3 requires them, as other servers refuse the
-    headers. Bodies are signed where somebody could change them.
+    The user's options win. Botocore adds checksums only where S3 requires them, as other servers
+    refuse the headers. Bodies are signed where others could change them.
     """
     options, (connect_s, read_s) = (
         location.storage_options,
@@ -388,8 +396,10 @@ def _client_options(location: Location, request_timeout_s: float) -> dict[str, A
 
 
 def _is_private(location: Location) -> bool:
-    """Return whether nobody can change bytes on their way: by TLS, or within this machine."""
-    # There the SHA-256 of a body in the signature costs more time than all the rest of sending.
+    """Return whether nobody can change bytes in flight: with TLS, or within this machine.
+
+    There the SHA-256 of a body in the signature costs more time than the rest of sending it.
+    """
     address = address_of(location)
     if not address:  # AWS itself
         inner = location.storage_options.get("client_kwargs") or {}
@@ -404,7 +414,7 @@ def _bare(etag: str) -> str:
 
 
 def _receipt(answer: Mapping[str, Any]) -> str:
-    """Return what completing an upload needs of the answer to a part."""
+    """Return what the completion of an upload needs of the response to a part."""
     return f"{answer['ETag']} {answer.get('ChecksumCRC32C') or ''}".rstrip()
 
 

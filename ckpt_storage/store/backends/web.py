@@ -1,24 +1,22 @@
-"""Files behind any HTTP server that answers to ranges (RFC 9110, section 14), read only."""
+"""Read-only access to files on any HTTP server with ranges (RFC 9110, section 14)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from email.utils import parsedate_to_datetime
 from typing import Any, Never
 from urllib.parse import quote
 
-from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.store.backend import Buffers, Capabilities, Part
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
 
-from .clients import ForeignFs
+from .client_registry import ForeignFs
 from .clouds import (
     Body,
     CloudBackend,
     ObjectStat,
     Page,
-    Preconditions,
     client_timeouts,
     range_header,
     span_of,
@@ -74,7 +72,7 @@ class WebBackend(CloudBackend):
         import yarl  # noqa: PLC0415  # the same
 
         options = dict(fs.kwargs)
-        # Of a compressed body no range could be checked.
+        # Of a compressed response no byte range could be checked.
         heads = {**options.pop("headers", {}), "Accept-Encoding": "identity", **(headers or {})}
         session = await fs.set_session()
         connect_s, read_s = client_timeouts(self._timeout_s)
@@ -102,43 +100,12 @@ class WebBackend(CloudBackend):
             "other writers are read from storages that list.",
         )
 
-    def _read_only(self, path: str) -> UnsupportedByStoreError:
+    def _refuse(self, *_: Any, **__: Any) -> Never:
         url = self._location.url
-        return unable(url, path, "can only be read", "Write to a storage that takes writes.")
+        raise unable(url, url, "can only be read", "Write to a storage that takes writes.")
 
-    async def _put(
-        self, fs: ForeignFs, path: str, data: Buffers, write_id: str | None, terms: Preconditions
-    ) -> Never:
-        del fs, data, write_id, terms
-        raise self._read_only(path)
-
-    async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> Never:
-        del fs, terms
-        raise self._read_only(path)
-
-    def _terms(self, *, if_absent: bool = False, if_match: str | None = None) -> Preconditions:
-        del if_absent, if_match
-        return {}
-
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> Never:
-        del write_id, copies
-        raise self._read_only(path)
-
-    def put_part(
-        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
-    ) -> Never:
-        del token, number, offset, data, last
-        raise self._read_only(path)
-
-    def complete_upload(
-        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
-    ) -> Never:
-        del token, parts, write_id
-        raise self._read_only(path)
-
-    def abort_upload(self, path: str, token: str) -> Never:
-        del token
-        raise self._read_only(path)
+    put = delete = begin_upload = put_part = complete_upload = abort_upload = _refuse
+    _put = _delete = _terms = _refuse
 
     @property
     def _bucket(self) -> str:

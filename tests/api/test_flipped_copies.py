@@ -1,0 +1,156 @@
+"""One wrong byte in one answer of a source is read again, by copies and by conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from copy_cases import files_below, make, state_of
+from dcp_cases import same, seeded
+from flipping_server import FlippingServer
+from safetensors.torch import load_file
+
+from ckpt_storage import IntegrityError, consolidate, convert, copy, verify
+from ckpt_storage.options import MIB
+from ckpt_storage.testing.ranks import RankPool
+
+URL = "s3://bkt/run"
+
+FLAT = {"w": seeded(1, 1000, 70), "b": seeded(2, 7), "none": torch.empty((0, 4))}
+
+Call = Callable[[Path], object]
+
+
+@pytest.fixture
+def server() -> Iterator[FlippingServer]:
+    with FlippingServer() as server:
+        server.create_bucket("bkt")
+        yield server
+
+
+def upload(server: FlippingServer, path: Path, key: str) -> None:
+    """Put a file, or all files of a folder, into the bucket."""
+    files = files_below(path) if path.is_dir() else {"": path.read_bytes()}
+    for name, data in files.items():
+        server.put("bkt", f"{key}/{name}".rstrip("/"), data)
+
+
+def each_flip(server: FlippingServer, suffix: str, folder: Path, call: Call) -> Iterator[Path]:
+    """Make the call with each of its reads answered wrongly in turn; yield what it made."""
+    server.flip(suffix, 0)
+    call(folder / "plain")
+    count = server.read_count
+    assert count
+    for number in range(count):
+        server.flip(suffix, after=number)
+        target = folder / str(number)
+        call(target)
+        assert server.left_count == 0
+        yield target
+
+
+def test_a_copy_reads_a_wrong_byte_again(server: FlippingServer, tmp_path: Path) -> None:
+    """Whichever answer has it, the checkpoint and its export arrive whole."""
+    make("ckpt_storage", state_of(1), tmp_path / "run")
+    consolidate(tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    call = partial(copy, URL, storage_options=server.storage_options)
+    for target in each_flip(server, "", tmp_path / "to", call):
+        assert verify(target).ok, target
+        old, new = (files_below(root / "hf") for root in (tmp_path / "run", target))
+        assert new == {name: data for name, data in old.items() if "job.json" not in name}, target
+
+
+def test_a_copy_of_a_part_reads_a_wrong_byte_again(server: FlippingServer, tmp_path: Path) -> None:
+    """In files that are written anew, too."""
+    make("ckpt_storage", state_of(1), tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    call = partial(copy, URL, exclude="t1", storage_options=server.storage_options)
+    for target in each_flip(server, "", tmp_path / "to", call):
+        assert verify(target).ok, target
+
+
+def test_a_second_wrong_byte_of_a_checkpoint_is_damage(
+    server: FlippingServer, tmp_path: Path
+) -> None:
+    """What two reads over two connections give is not committed, and the file is named."""
+    make("ckpt_storage", state_of(1), tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    server.flip(".distcp", 2)
+    with pytest.raises(IntegrityError, match="read twice") as caught:
+        copy(URL, tmp_path / "copy", storage_options=server.storage_options)
+    assert (caught.value.path or "").endswith(".distcp")
+    assert server.left_count == 0
+    assert not list(tmp_path.glob("copy/commits/*"))
+
+
+def test_a_second_wrong_byte_of_an_export_is_damage(server: FlippingServer, tmp_path: Path) -> None:
+    """The copy of the checkpoint is whole, and says why its export was left out."""
+    make("ckpt_storage", state_of(1), tmp_path / "run")
+    consolidate(tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    server.flip("hf/model.safetensors", 1000)
+    report = copy(URL, tmp_path / "copy", storage_options=server.storage_options)
+    assert "model.safetensors" in report.failed_exports["hf"]
+    assert verify(tmp_path / "copy").ok
+
+
+def copy_on_rank(_rank: int, target: str, options: dict[str, Any]) -> object:
+    return copy(URL, target, storage_options=options, process_group=dist.group.WORLD)
+
+
+def test_ranks_read_a_wrong_byte_of_a_shared_file_again(
+    server: FlippingServer, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A file that two ranks write together is whole, and the reports agree."""
+    make("ckpt_storage", {"w": seeded(1, 8 * MIB // 4)}, tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    server.flip(".distcp")
+    job = copy_on_rank, str(tmp_path / "copy"), server.storage_options
+    reports = ranks.run(*job, world_size=2)
+    assert server.left_count == 0
+    assert reports[0] == reports[1]
+    assert verify(tmp_path / "copy").ok
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch_save"])
+def test_a_conversion_of_ours_reads_a_wrong_byte_again(
+    server: FlippingServer, tmp_path: Path, to: Any
+) -> None:
+    """The values arrive as they were saved."""
+    make("ckpt_storage", FLAT, tmp_path / "run")
+    upload(server, tmp_path / "run", "run")
+    call = partial(convert, URL, to=to, storage_options=server.storage_options)
+    for target in each_flip(server, "", tmp_path / "to", call):
+        check_values(to, target)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "ckpt_storage"])
+def test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again(
+    server: FlippingServer, tmp_path: Path, to: Any
+) -> None:
+    """Its records carry CRC-32, and none of its bytes goes over unchecked."""
+    torch.save(FLAT, tmp_path / "run.pt")
+    upload(server, tmp_path / "run.pt", "run.pt")
+    call = partial(convert, f"{URL}.pt", to=to, storage_options=server.storage_options)
+    for target in each_flip(server, "", tmp_path / "to", call):
+        check_values(to, target)
+
+
+def check_values(to: str, target: Path) -> None:
+    if to == "safetensors":
+        found: dict[str, torch.Tensor] = {}
+        for file in target.glob("*.safetensors"):
+            found |= load_file(file)
+        assert same(found, FLAT), target
+    elif to == "torch_save":
+        assert same(torch.load(target), FLAT), target
+    else:
+        assert verify(target).ok
+        convert(target, target.with_suffix(".pt"), to="torch_save")
+        assert same(torch.load(target.with_suffix(".pt")), FLAT), target
