@@ -48,25 +48,25 @@ class InvalidInputError(CheckpointError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Nothing that is a checkpoint lies at the URL."""
+    """There is no checkpoint at the URL."""
 
     code = "not-found"
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint is there already and `overwrite` was not asked for."""
+    """There is a committed checkpoint at the URL, and `overwrite` was not set."""
 
     code = "exists"
 
 
 class CheckpointGoneError(CheckpointError, FileNotFoundError):
-    """The checkpoint was there and has been deleted or superseded while being used."""
+    """The checkpoint was deleted or superseded while it was being read."""
 
     code = "gone"
 
 
 class CheckpointInProgressError(CheckpointError):
-    """A save began here and has not committed; there is nothing to read yet."""
+    """A save has begun at the URL and not committed; there is nothing to read yet."""
 
     code = "in-progress"
 
@@ -75,11 +75,11 @@ class CheckpointInProgressError(CheckpointError):
 class StorageError(CheckpointError, OSError):
     """The storage refused or failed an operation.
 
-    `retryable` says whether the same call may succeed later; `kind` is one of
+    `retryable`: whether the same call may succeed later. `kind` is one of
     "not-found", "exists", "precondition", "permission", "credentials", "no-space", "throttled",
     "timeout", "connection", "bad-response", "range", "refused", "unsupported", "not-begun",
     "unknown", "other". "refused": the storage rejects the request as such. "not-begun": nothing
-    was sent. "unknown": nobody can tell whether it was done.
+    was sent. "unknown": the operation may have been done or not.
     """
 
     code = "storage"
@@ -88,7 +88,7 @@ class StorageError(CheckpointError, OSError):
 
 
 class UnsupportedByStoreError(StorageError):
-    """The storage cannot do what was asked, now or later."""
+    """The storage does not support the operation."""
 
     code = "unsupported-by-store"
 
@@ -97,7 +97,7 @@ class UnsupportedByStoreError(StorageError):
 class CommitConflictError(CheckpointError):
     """Another save won the slot, or this attempt was fenced; this save is not committed.
 
-    `winner` describes the record found there (save id, host, process id, time).
+    `winner` describes the record in the slot (save id, host, process id, time).
     """
 
     code = "commit-conflict"
@@ -106,7 +106,7 @@ class CommitConflictError(CheckpointError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CommitUnknownError(CheckpointError):
-    """Whether the commit took place cannot be told; `save_id` and `slot` let one find out."""
+    """Whether the save is committed is unknown; `save_id` and `slot` identify it."""
 
     code = "commit-unknown"
     save_id: str = ""
@@ -117,8 +117,8 @@ class CommitUnknownError(CheckpointError):
 class NotPublishedError(CheckpointError):
     """The save is committed (`info`), but `.metadata` could not be replaced after it.
 
-    Readers of this package load it. torch's own readers find what they found before, until
-    `publish`, or the next save or load that may write, brings `.metadata` up to date.
+    Readers of this package load it. torch's own readers find the previous save until `publish`,
+    or the next save or load with write permission, updates `.metadata`.
     """
 
     code = "not-published"
@@ -127,7 +127,7 @@ class NotPublishedError(CheckpointError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankMismatchError(CheckpointError, ValueError):
-    """Ranks disagree on something they must share; `values` maps each value to its ranks."""
+    """Ranks have different values of something that must be equal; `values`: value to ranks."""
 
     code = "rank-mismatch"
     values: dict[str, list[int]] = field(default_factory=dict)
@@ -135,10 +135,10 @@ class RankMismatchError(CheckpointError, ValueError):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankFailedError(CheckpointError):
-    """Another rank failed or died; `failures` maps rank to what it reported or was last heard of.
+    """Another rank failed or died; `failures` maps each rank to its error or last sign of life.
 
-    `is_silent`: it reported nothing (killed, stopped or cut off). `info` is the checkpoint if
-    the save had been committed before.
+    `is_silent`: it reported no error (killed, stopped or disconnected). `info` is the checkpoint
+    if the save was already committed.
     """
 
     code = "rank-failed"
@@ -165,8 +165,8 @@ class PhaseTimeoutError(CheckpointError, TimeoutError):
 class IntegrityError(CheckpointError):
     """Stored bytes are not the bytes that were written.
 
-    `path` names the file, `fqn` the tensor or blob where known, `offset` the first
-    byte in the file (bytes, from its start) at which the damage may lie.
+    `path` is the file, `fqn` the tensor or blob if known, `offset` the first byte of the file that
+    may be damaged.
     """
 
     code = "integrity"
@@ -175,13 +175,13 @@ class IntegrityError(CheckpointError):
 
 
 class FormatError(CheckpointError, ValueError):
-    """A file is not of the format it should have, or of a version this release cannot read."""
+    """A file has another format, or a version that this release cannot read."""
 
     code = "format"
 
 
 class UnsafeContentError(CheckpointError):
-    """Reading would run code, or a name leads out of the folder; nothing was executed."""
+    """Reading would execute code, or a name leads out of the folder; nothing was executed."""
 
     code = "unsafe-content"
 

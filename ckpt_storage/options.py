@@ -39,37 +39,38 @@ LOCAL_WRITE_BYTES = 8 * MIB
 """One local write request; the store itself writes smaller pieces."""
 
 LOCAL_READ_BYTES = 8 * MIB
-"""One local read request; the store itself reads and hands on smaller pieces."""
+"""One local read request; the store itself reads and delivers smaller pieces."""
 
 REMOTE_THREADS = 8
-"""Requests in flight per rank where one costs a round trip."""
+"""Requests in flight per rank where a request takes a network round trip."""
 
 DEFAULT_MEMORY_LIMIT_BYTES = 256 * MIB
 """Ceiling of buffers that hold bytes in flight, per process."""
 
 _NODE_MEMORY_BYTES = 1024 * MIB
-"""What the defaults of all ranks of a node have together: what 200 Gbit/s carry in 40 ms. More in
+"""Sum of the defaults of all ranks of a node: what 200 Gbit/s transfer in 40 ms. More bytes in
 flight would wait for the link."""
 
-_LEAST_SHARE_BYTES = 64 * MIB
-"""The least default: a few parts at a time of the size that S3 wants, each twice."""
+_MIN_SHARE_BYTES = 64 * MIB
+"""The minimum of a rank: a few parts of the size that S3 needs, each twice."""
 
 STOCK_ENTRY_LIMIT = 200_000
-"""Items of all ranks up to which `.metadata` is written unasked: some 40 MB, read by every rank."""
+"""Items of all ranks up to which "auto" writes `.metadata`: some 40 MB, read by every rank."""
 
 
 DEFAULT_GROUPS = ("optim*",)
-"""What has shard files of its own: the optimizer's state, which has more bytes than the model."""
+"""Names with shard files of their own: the optimizer's state, which is larger than the model."""
 
 
 def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the default ceiling of buffers of this process, one of several ranks of its node.
+    """Return the default ceiling of buffers of this process, its share of the node's.
 
-    How many there are, torchrun and those that do as it does tell in `LOCAL_WORLD_SIZE`.
+    torchrun and compatible launchers set `LOCAL_WORLD_SIZE`, the number of ranks per node.
     """
-    told = environ.get("LOCAL_WORLD_SIZE", "")
-    rank_count = max(1, int(told)) if told.isascii() and told.isdigit() else 1
-    share_bytes = max(_LEAST_SHARE_BYTES, _NODE_MEMORY_BYTES // rank_count)
+    local_size = environ.get("LOCAL_WORLD_SIZE", "")
+    is_count = local_size.isascii() and local_size.isdigit()
+    rank_count = max(1, int(local_size)) if is_count else 1
+    share_bytes = max(_MIN_SHARE_BYTES, _NODE_MEMORY_BYTES // rank_count)
     return min(DEFAULT_MEMORY_LIMIT_BYTES, share_bytes)
 
 
@@ -119,10 +120,10 @@ class Timeouts:
 
     @classmethod
     def of(cls, value: float | timedelta | Timeouts | None) -> Timeouts:
-        """Return the `Timeouts` that a user's `timeout=` argument means.
+        """Return the `Timeouts` for a user's `timeout=` argument. Raises `InvalidInputError`.
 
-        A number of seconds or a `timedelta` sets every phase; the deadlines of a request and
-        for silence are then the smaller of it and the default. Raises `InvalidInputError`.
+        A number of seconds or a `timedelta` sets every phase; `request` and `silence` are then the
+        smaller of it and the default.
         """
         if value is None:
             return cls()
@@ -135,14 +136,14 @@ class Timeouts:
                 f"timeout is {value!r}.",
                 next_step="Give seconds, a datetime.timedelta or a ckpt_storage.Timeouts.",
             ) from None
-        most = {"request": 300.0, "silence": DEFAULT_SILENCE_S}
+        maximum = {"request": 300.0, "silence": DEFAULT_SILENCE_S}
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: min(seconds, most.get(name, seconds)) for name in names})
+        return cls(**{name: min(seconds, maximum.get(name, seconds)) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How often and how long a failed, repeatable storage request is tried again.
+    """How often and how long a failed, retryable storage request is retried.
 
     Delays grow exponentially with full jitter (Brooker, "Exponential Backoff And
     Jitter", AWS Architecture Blog, 2015). `attempt_count` counts the first try.
@@ -155,16 +156,16 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         if self.attempt_count < 1 or self.first_delay_s < 0 or self.max_delay_s < 0:
             raise InvalidInputError(
-                f"{self!r} cannot be followed.",
+                f"{self!r} is invalid.",
                 next_step="attempt_count is at least 1 and delays are not negative.",
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Resources one save or load may use in one process.
+    """Resources that a save or load may use in a process.
 
-    `grown_part_bytes`: parts of a file that is large enough for many of them may be so large.
+    `grown_part_bytes`: the maximum size of the parts of a large file.
     """
 
     thread_count: int = 1
@@ -211,10 +212,10 @@ class TransferOptions:
         memory_limit_bytes: int | None,
         part_bytes: int | None = None,
     ) -> TransferOptions:
-        """Return what the user chose, and what suits the kind of storage where they did not.
+        """Return the user's options, with defaults for the kind of storage.
 
-        A network round trip is paid for by more requests at a time and larger ones. The default
-        part is never larger than the memory that the user allows.
+        More and larger requests make up for network round trips. The default part fits into the
+        memory that the user allows.
         """
         memory = memory_limit_bytes
         if memory is None:
@@ -231,7 +232,7 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
-    """One step forward: bytes done of bytes in all, in this process, in this phase."""
+    """Progress of a phase in this process: bytes done, and bytes in all."""
 
     phase: Phase
     rank: int

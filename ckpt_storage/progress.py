@@ -1,4 +1,4 @@
-"""Telling a user how far a phase is: a callable of theirs, or a `tqdm` bar."""
+"""Progress of a phase, shown by a user's callable or a `tqdm` bar."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def reporting(
     *,
     with_bar: bool = True,
 ) -> Iterator[Callable[[int], None]]:
-    """Give a function that takes the number of bytes just done; callable from any thread.
+    """Yield a function that takes the number of bytes just done; thread-safe.
 
-    `with_bar`: whether this rank shows the bar when `progress` is True. A callable or bar that
-    raises costs no checkpoint: it is logged once, and not called again in this phase.
+    `with_bar`: whether this rank shows the bar if `progress` is True. An error of the callable or
+    the bar fails no checkpoint: it is logged once, and there are no more calls in this phase.
     """
     if not callable(progress) and not (progress and with_bar):
         yield lambda _: None
@@ -46,7 +46,7 @@ def reporting(
         except Exception as error:  # what a user's callable or a terminal raises
             is_broken = True
             log.warning(
-                "The progress of the %s phase is shown no more, as showing it raised %s: %s",
+                "Progress of the %s phase is no longer shown, as showing it raised %s: %s",
                 *(phase, type(error).__name__, error),
                 exc_info=error,
             )
@@ -55,7 +55,7 @@ def reporting(
         nonlocal event
         with lock:
             done = event.done_bytes + count
-            # A plan knows neither the bytes of blobs nor what a planner converts to.
+            # A plan has neither the sizes of blobs nor the dtypes that a planner converts to.
             event = replace(event, done_bytes=done, total_bytes=max(total_bytes, done))
             attempt(lambda: show(event))
 
@@ -66,7 +66,7 @@ def reporting(
 
 
 class _Bar:
-    """A `tqdm` bar that begins with the first event."""
+    """A `tqdm` bar that appears with the first event."""
 
     _bar: Any = None
 

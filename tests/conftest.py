@@ -57,7 +57,6 @@ _LONG = (
     "test_integration_transformers",
     "test_saver_workers",
     "test_dcp_saves",
-    "test_benchmarks",
     "test_consolidate",
 )
 """Files that take minutes: they begin first, so that no worker is left alone with one."""

@@ -32,7 +32,6 @@ _CONSOLIDATION = "tests/unit/test_consolidation.py"
 _CONVERT = "tests/api/test_convert.py"
 _COPY = "tests/api/test_copy.py"
 _DAMAGED = "tests/format/test_damage_documents.py"
-_DAMAGED_FILES = "tests/api/test_damage_files.py"
 _DOCUMENTS = "tests/format/test_documents.py"
 _HANDLE = "tests/unit/test_handle.py"
 _HOSTILE = "tests/format/test_interop_hostile.py"
@@ -218,8 +217,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/app.py",
-        '_say(scrub(f"{what}{step}"))',
-        '_say(f"{what}{step}")',
+        '_print_error(scrub(f"{what}{step}"))',
+        '_print_error(f"{what}{step}")',
         [f"{_CLI}::test_secrets_are_never_printed"],
     ),
     Mutant(
@@ -230,8 +229,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/output.py",
-        'if found & {f"{COMMITS}/", STOCK_METADATA}:',
-        'if found & {f"{COMMITS}/"}:',
+        'if paths & {f"{COMMITS}/", STOCK_METADATA}:',
+        'if paths & {f"{COMMITS}/"}:',
         [_CLI],
     ),
     Mutant(
@@ -248,8 +247,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/options.py",
-        "_TEXT_KEYS.fullmatch(words[-1].lower())",
-        "_TEXT_KEYS.fullmatch(words[-1])",
+        "_TEXT_KEYS.fullmatch(parts[-1].lower())",
+        "_TEXT_KEYS.fullmatch(parts[-1])",
         [f"{_CLI}::test_options_are_of_the_type_that_file_systems_expect"],
     ),
     Mutant("cli/values.py", "whole[: _EDGE + 1]", "whole[:_EDGE]", ["tests/api/test_cli_cat.py"]),
@@ -797,7 +796,7 @@ _COMMIT_MUTANTS = [
         "commit/slotlog.py",
         "return holder, holder.write_id == record.write_id",
         "return holder, holder.save_id == record.save_id",
-        [_COMMIT, _UPKEEP],
+        [f"{_COMMIT}::test_of_two_equal_records_only_the_first_takes_the_slot"],
     ),
     Mutant(
         "commit/slotlog.py",
@@ -815,13 +814,15 @@ _COMMIT_MUTANTS = [
         "commit/slotlog.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
-        [_DAMAGED, "tests/stores/test_bounded_reads.py"],
+        [
+            "tests/stores/test_bounded_reads.py::test_a_reference_beyond_the_ceiling_is_refused_before_the_read"
+        ],
     ),
     Mutant(
         "commit/cleaning.py",
         "if now_s - time_s >= min_age_s]",
         "if now_s >= time_s]",
-        [f"{_UPKEEP}::test_age_is_told_by_the_storages_clock"],
+        [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
         "commit/cleaning.py",
@@ -839,13 +840,13 @@ _COMMIT_MUTANTS = [
         "commit/assembly.py",
         "held and len(held) == len(tensor.boxes):",
         "held:",
-        ["tests/unit/test_assemble.py"],
+        ["tests/ranks/test_dcp_planners.py::test_shards_are_tied_where_all_that_hold_any_agree"],
     ),
     Mutant(
         "commit/assembly.py",
         "if missing or len(reports) != world_size:",
         "if missing:",
-        ["tests/unit/test_assemble.py"],
+        ["tests/unit/test_assemble.py::test_reports_of_another_number_of_ranks_are_refused"],
     ),
     Mutant(
         "commit/report.py",
@@ -972,13 +973,13 @@ _SOURCE_MUTANTS = [
         "source/model.py",
         "if document.save_id != save_id:",
         "if not document.save_id:",
-        [_DAMAGED_FILES, _DAMAGED],
+        [f"{_DAMAGED}::test_a_rank_manifest_of_another_save_is_refused"],
     ),
     Mutant(
         "source/model.py",
         "if actual != expected or listed != box:",
         "if actual != expected:",
-        [f"{_DAMAGED}::test_documents_that_contradict_each_other_are_found"],
+        [f"{_DAMAGED}::test_a_chunk_of_another_shape_is_refused"],
     ),
     Mutant(
         "source/model.py",
@@ -1077,7 +1078,7 @@ _SAVES_MUTANTS = [
         "saves/shardfile.py",
         "if actual_length != length:",
         "if actual_length < length:",
-        [_WRITER, _REFUSED],
+        [f"{_WRITER}::test_an_item_of_another_length_is_an_error"],
     ),
     Mutant(
         "saves/shardfile.py",
@@ -1108,8 +1109,7 @@ _SAVES_MUTANTS = [
         "self.discard(ticket.save_id, is_whole=True)",
         "self.discard(ticket.save_id, is_whole=False)",
         [
-            "tests/api/test_requests.py::test_an_attempt_that_cannot_be_claimed_leaves_nothing",
-            "tests/api/test_full_disk.py",
+            "tests/api/test_requests.py::test_a_commit_that_the_storage_refuses_leaves_nothing",
         ],
     ),
 ]
@@ -1126,7 +1126,7 @@ _COORDINATION_MUTANTS = [
         "coordination/identity.py",
         "if identity in left_behind and before.get(rank) != identity:",
         "if identity in left_behind:",
-        [_IDENTITY],
+        [f"{_IDENTITY}::test_a_rank_that_repeats_its_own_operation_is_not_behind"],
     ),
     Mutant(
         "coordination/rounds.py",
@@ -1194,7 +1194,7 @@ _LOADS_MUTANTS = [
         "loads/items.py",
         "                if known != number:",
         "                if known is None:",
-        [f"{_REFUSED}::test_one_target_for_two_values_needs_leave"],
+        [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
     Mutant(
@@ -1204,7 +1204,7 @@ _LOADS_MUTANTS = [
         [f"{_REFUSED}::test_targets_of_inference_mode_are_filled"],
     ),
     Mutant(
-        "loads/tensors.py",
+        "loads/states.py",
         "is not getattr(torchs, n) or n in own for n in names):",
         "is not getattr(torchs, n) for n in names):",
         [_REFUSED],
@@ -1241,8 +1241,8 @@ _OPTIONS_MUTANTS = [
     ),
     Mutant(
         "options.py",
-        "rank_count = max(1, int(told))",
-        "rank_count = int(told)",
+        "rank_count = max(1, int(local_size))",
+        "rank_count = int(local_size)",
         [f"{_TRANSFER}::test_ranks_of_a_node_share_what_is_the_default"],
     ),
     Mutant(

@@ -27,14 +27,20 @@ from typing import Literal
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT / "tests" / "support"))
 
+from fork_server import ForkServer, exit_codes, run_pytest  # noqa: E402
 from mutant_list import MUTANTS, Mutant  # noqa: E402
-from nursery import Nursery, ended  # noqa: E402
-from warm_pytest import run_pytest  # noqa: E402
 
 _LIMIT_S = 600.0
 """Past pytest's own limit for a test, so that a test that hangs mostly fails."""
 _GOAL = 0.95
-_IMPORTED = ("torch.distributed.checkpoint", "hypothesis", "s3fs", "safetensors", "warm_pytest")
+_IMPORTED = (
+    "torch.distributed.checkpoint",
+    "hypothesis",
+    "s3fs",
+    "safetensors",
+    "pytest",
+    "fork_server",
+)
 """What forks need not import again: neither the package nor what imports it."""
 _PYTEST = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
 # Plugins are imported before pytest can rewrite what they assert.
@@ -54,9 +60,9 @@ class Result:
 class Copy:
     """A copy of the checkout, in which one mutant at a time is tested."""
 
-    def __init__(self, folder: Path, nursery: Nursery) -> None:
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
         self._folder = folder
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._run_count = 0
         names = subprocess.run(  # files that git knows, and new ones
             ["git", "ls-files", "-co", "--exclude-standard"],  # noqa: S607  # the user's git
@@ -104,8 +110,8 @@ class Copy:
         self._run_count += 1
         log = Path(f"{self._folder}-run-{self._run_count}")
         arguments = [*_PYTEST, *tests]
-        self._nursery.start(log, run_pytest, str(self._folder), arguments)
-        (code,) = ended([log], limit_s)
+        self._fork_server.start(log, run_pytest, str(self._folder), arguments)
+        (code,) = exit_codes([log], limit_s)
         output = Path(f"{log}.out").read_text(errors="replace")
         if code not in {0, 1, 2, None}:
             print(f"pytest ended with {code}:\n{output[-4000:]}")  # noqa: T201  # a script
@@ -130,9 +136,9 @@ def main() -> int:
     start_s = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
-        Nursery(*_IMPORTED, flags=()) as nursery,
+        ForkServer(*_IMPORTED) as fork_server,
     ):
-        copies = [Copy(Path(folder, f"copy-{n}"), nursery) for n in range(arguments.jobs)]
+        copies = [Copy(Path(folder, f"copy-{n}"), fork_server) for n in range(arguments.jobs)]
         copies[0].check_tests(mutants)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             shares = [mutants[number :: len(copies)] for number in range(len(copies))]

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
-from ckpt_storage.loads.tensors import plain_state
+from ckpt_storage.loads.states import plain_state
 from ckpt_storage.saves.devices import DeviceReader, fork_stream
 from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
 from ckpt_storage.saves.planning import LocalPlan, flat_state

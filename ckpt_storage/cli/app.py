@@ -34,7 +34,7 @@ _GRACE_S = 4.0
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let SIGINT end the process within `_GRACE_S`, also where a client of a storage hangs."""
-    timer = threading.Timer(_GRACE_S, _leave_at_once)
+    timer = threading.Timer(_GRACE_S, _exit_now)
     timer.daemon = True
 
     def interrupt(_number: int, _frame: object) -> NoReturn:
@@ -44,7 +44,7 @@ def _interruptible() -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        # Ignored, as in a job of the background; or another program's, which calls this one.
+        # SIGINT is ignored, as in a background job, or handled by a program that calls `main`.
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -55,9 +55,9 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave_at_once() -> None:
-    """End the process although a thread still runs, which might hold up an orderly end."""
-    _say("interrupted.")
+def _exit_now() -> None:
+    """End the process although a thread still runs, which could delay an orderly exit."""
+    _print_error("interrupted.")
     os._exit(INTERRUPTED)
 
 
@@ -82,16 +82,16 @@ _TYPED = {
     "ckpt_storage.list_checkpoints(root)": "ckpt-storage ls ROOT",
     "ckpt_storage.copy": "ckpt-storage cp",
 }
-"""What errors tell Python programs to pass, and what it is called here."""
+"""Python arguments in the next steps of errors, and the options that are typed here."""
 _ONE_NAME = re.compile(r"\b(include|exclude)=\[(['\"])(.*?)\2\]")
 
 
 class _PipedError(Exception):
-    """Whoever read the output does so no more."""
+    """The reader of the output has closed the pipe."""
 
 
 class App(click.Group):
-    """A group whose commands are imported when they are called, and whose calls end one way."""
+    """A group whose commands are imported when they are called; `main` ends every call."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
@@ -123,22 +123,22 @@ class App(click.Group):
         **extra: Any,
     ) -> Any:
         """Run and exit; the code says how it ended (`docs/cli.md`)."""
-        given = list(sys.argv[1:] if args is None else args)
-        log, handler = logging.getLogger("ckpt_storage"), _Warnings(given)
+        arguments = list(sys.argv[1:] if args is None else args)
+        log, handler = logging.getLogger("ckpt_storage"), _Warnings(arguments)
         log.addHandler(handler)
         code: int = SOUND
         try:
             with _interruptible():
                 name = prog_name or _NAME
-                found = super().main(given, name, complete_var, standalone_mode=False, **extra)
-                code = found if isinstance(found, int) else SOUND
+                result = super().main(arguments, name, complete_var, standalone_mode=False, **extra)
+                code = result if isinstance(result, int) else SOUND
         except (click.Abort, KeyboardInterrupt):
-            _say("interrupted.")
+            _print_error("interrupted.")
             code = INTERRUPTED
         except _PipedError:
             code = BROKEN_PIPE
         except Exception as error:  # noqa: BLE001  # the last border; --debug shows what it was
-            code = _told(error, given)
+            code = _report_error(error, arguments)
         finally:
             log.removeHandler(handler)
             _flush_streams()
@@ -158,61 +158,61 @@ def _flush_streams() -> None:
 
 
 class _Warnings(logging.Handler):
-    """Prints what the library warns of as errors are printed."""
+    """Prints warnings of the library as errors are printed."""
 
-    def __init__(self, given: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__(logging.WARNING)
-        self._given = given
+        self._arguments = arguments
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one warning; how an operation ended is printed at the end of the call."""
+        """Print a warning; the outcome of an operation is printed at the end of the call."""
         if record.name == OUTCOME_LOGGER:
             return
-        _say(scrubber(_confided(self._given))(record.getMessage()))
+        _print_error(scrubber(_secrets(self._arguments))(record.getMessage()))
 
 
-def _told(error: Exception, given: Sequence[str]) -> int:
-    """Print what went wrong, without what was given in confidence; return the exit code."""
-    scrub = scrubber(_confided(given))
-    is_debug = "--debug" in given
+def _report_error(error: Exception, arguments: Sequence[str]) -> int:
+    """Print an error without the secrets of the arguments; return the exit code."""
+    scrub = scrubber(_secrets(arguments))
+    is_debug = "--debug" in arguments
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return COULD_NOT_RUN
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = f" Try '{context.command_path} --help'." if context is not None else ""
-        _say(scrub(f"{error.format_message()}{hint}"))
+        _print_error(scrub(f"{error.format_message()}{hint}"))
         return COULD_NOT_RUN
     if is_debug:
-        told = scrub("".join(traceback.format_exception(error)))
-        sys.stderr.write("".join(f"{shown(line)}\n" for line in told.splitlines()))
+        trace = scrub("".join(traceback.format_exception(error)))
+        sys.stderr.write("".join(f"{shown(line)}\n" for line in trace.splitlines()))
     if isinstance(error, CheckpointError):
         step = error.next_step or ""
         what = str(error).removesuffix(step)
-        # As it is typed here; what failed may name files and tensors that are spelt alike.
-        step = _ONE_NAME.sub(lambda one: f"--{one[1]} {shlex.quote(one[3])}", step)
+        # `what` stays as it is: it may name files and tensors that are spelt like arguments.
+        step = _ONE_NAME.sub(lambda match: f"--{match[1]} {shlex.quote(match[3])}", step)
         for spelling, option in _TYPED.items():
             step = step.replace(spelling, option)
-        _say(scrub(f"{what}{step}"))
+        _print_error(scrub(f"{what}{step}"))
         return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
     if isinstance(error, OSError) and error.filename is None:
-        # The library raises only its own errors; this one is of a stream.
-        _say(f"standard output cannot be written: {error.strerror or error}.")
+        # The library raises only its own errors; an error without a file is of a stream.
+        _print_error(f"standard output cannot be written: {error.strerror or error}.")
         return COULD_NOT_RUN
     hint = "" if is_debug else " Run it again with --debug and report what that prints."
-    told = str(error).rstrip(". \n")
-    _say(scrub(f"unexpected {type(error).__name__}: {told}.{hint}"))
+    message = str(error).rstrip(". \n")
+    _print_error(scrub(f"unexpected {type(error).__name__}: {message}.{hint}"))
     return COULD_NOT_RUN
 
 
-def _confided(given: Sequence[str]) -> dict[str, object]:
-    """Return what was given as storage options: on the command line, as JSON there, in files."""
+def _secrets(arguments: Sequence[str]) -> dict[str, object]:
+    """Return the values of storage options: on the command line, as JSON there, in files."""
     values: list[object] = []
     inner: list[object] = []
-    for before, word in zip(["", *given], given, strict=False):
-        option, equals, rest = word.partition("=")
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        option, equals, rest = argument.partition("=")
         is_joined = bool(equals) and option.startswith("--")
-        name, value = (option, rest) if is_joined else (before, word)
+        name, value = (option, rest) if is_joined else (previous, argument)
         if name.endswith("storage-option"):
             text = value.partition("=")[2]
             values.append(text)
@@ -224,14 +224,14 @@ def _confided(given: Sequence[str]) -> dict[str, object]:
 
 
 def _parsed(text: str) -> object:
-    """Return JSON with its numbers as texts, for a password may be one; None for no JSON."""
+    """Return JSON with numbers as text, since a password may be a number; None for no JSON."""
     try:
         return json.loads(text, parse_int=str, parse_float=str)
     except ValueError:
         return None
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     """Print one line on standard error."""
     with contextlib.suppress(OSError):
         # Names in it may come from a checkpoint.

@@ -84,7 +84,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
     report = copy(src, dst, progress=output.shows_progress(), **options)
-    output.tell("cp", report, as_json=as_json)
+    output.emit("cp", report, as_json=as_json)
     return FOUND if report.failed_exports else SOUND
 
 
@@ -108,23 +108,25 @@ def thin(url: str, *, drop: tuple[str, ...], yes: bool, as_json: bool, **options
     What stays is linked, or copied by the storage, and the checkpoint is whole or thin at every
     instant. What is dropped cannot be brought back.
     """
-    told: dict[str, Any]
+    summary: dict[str, Any]
     if yes:
         report = thinning(url, drop=drop, progress=output.shows_progress(), **options)
-        told = {key: getattr(report, key) for key in _THINNED}
+        summary = {key: getattr(report, key) for key in _THINNED}
         verdict = "They were dropped."
     else:
         with open_checkpoint(url, **options) as checkpoint:
             sizes = {entry.fqn: entry.size_bytes or 0 for entry in checkpoint.entries()}
-            names = sorted(fqn for fqn in sizes if any(fnmatchcase(fqn, one) for one in drop))
+            names = sorted(
+                fqn for fqn in sizes if any(fnmatchcase(fqn, pattern) for pattern in drop)
+            )
             freed = sum(sizes[fqn] for fqn in names)
             kept = sum(sizes.values()) - freed
             values = (checkpoint.url, checkpoint.save_id, not names, names, freed, kept)
-            told = dict(zip(_THINNED, values, strict=True))
+            summary = dict(zip(_THINNED, values, strict=True))
         verdict = "They would be dropped; --yes does it."
-    shown = {**told, "dropped": f"{len(told['dropped'])} values"}
-    text = [*output.facts(shown), verdict if told["dropped"] else "There is nothing to drop."]
-    output.tell("thin", as_json=as_json, text=text, **told, is_dry_run=not yes)
+    shown = {**summary, "dropped": f"{len(summary['dropped'])} values"}
+    text = [*output.facts(shown), verdict if summary["dropped"] else "There is nothing to drop."]
+    output.emit("thin", as_json=as_json, text=text, **summary, is_dry_run=not yes)
     return SOUND
 
 
@@ -144,13 +146,13 @@ def thin(url: str, *, drop: tuple[str, ...], yes: bool, as_json: bool, **options
     "--drop-unsupported",
     "unsupported",
     is_flag=True,
-    callback=lambda _ctx, _param, given: "drop" if given else "error",
+    callback=lambda _ctx, _param, is_set: "drop" if is_set else "error",
     help="Leave out what the format cannot hold.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is at DST.")
 @bytes_option("--max-file-bytes", help_text="Size of a file.", default="5GB")
 @click.option(
-    "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
+    "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of the author of SRC."
 )
 @memory_option
 @page_cache_option
@@ -163,20 +165,20 @@ def convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     For a model as transformers wants it, use consolidate.
     """
     report = conversion(src, dst, progress=output.shows_progress(), **options)
-    output.tell("convert", report, as_json=as_json)
+    output.emit("convert", report, as_json=as_json)
     return SOUND
 
 
 def _renames(
     ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]
 ) -> dict[str, str] | None:
-    found: dict[str, str] = {}
+    renames: dict[str, str] = {}
     for pair in pairs:
         old, equals, new = pair.partition("=")
         if not (old and equals and new):
             raise click.BadParameter(f"{pair!r}: write OLD=NEW.", ctx=ctx, param=param)
-        found[old] = new
-    return found or None
+        renames[old] = new
+    return renames or None
 
 
 @click.command(short_help="Export to Hugging Face safetensors.")
@@ -228,7 +230,7 @@ def consolidate(
 ) -> int:
     r"""Write the model in the checkpoint at URL as Hugging Face safetensors to OUT.
 
-    OUT is URL/hf unless it is given. Under torchrun all ranks share the work:
+    The default of OUT is URL/hf. Under torchrun all ranks share the work:
 
     \b
     torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
@@ -239,13 +241,13 @@ def consolidate(
         names = ("output_url", "tensor_count", "total_bytes", "seconds")
         counts = {key: len(getattr(report, key)) for key in ("files", "resumed", "skipped")}
         text = output.facts({key: getattr(report, key) for key in names} | counts)
-        output.tell("consolidate", report, as_json=as_json, text=text, resumed=report.resumed)
+        output.emit("consolidate", report, as_json=as_json, text=text, resumed=report.resumed)
     return SOUND
 
 
 @contextmanager
 def _ranks(timeout_s: float) -> Iterator[int]:
-    """Join the ranks that torchrun started, if it did; give this one's number."""
+    """Join the ranks that torchrun started, if any; yield the rank of this process."""
     is_one_of_many = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
     text = os.environ["WORLD_SIZE"] if is_one_of_many else "1"
     if not text.isascii() or not text.isdigit():
@@ -257,14 +259,14 @@ def _ranks(timeout_s: float) -> Iterator[int]:
     import torch.distributed as dist  # noqa: PLC0415  # alone, no torch is needed
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        # Perhaps a shell inside a job, whose variables were meant for others.
+        # A shell inside a job may have inherited the variables of the job.
         output.note(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.")
     try:
         # Only its store is used; no collective runs.
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise PhaseTimeoutError(
-            f"The {count} ranks that WORLD_SIZE tells of did not meet within {timeout_s:g} s: "
+            f"The {count} ranks of WORLD_SIZE did not meet within {timeout_s:g} s: "
             f"{' '.join(str(error).split())[:200]}.",
             phase="plan",
             next_step="Start all of them, by torchrun; or unset WORLD_SIZE, and this process does "
@@ -287,7 +289,7 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     by which a save that was under way finds out; so does what another tool wrote.
     """
     with open_checkpoint(url, **options) as checkpoint:
-        told: dict[str, object] = {
+        summary: dict[str, object] = {
             "url": checkpoint.url,
             "save_id": checkpoint.save_id,
             "step": checkpoint.step,
@@ -300,12 +302,13 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
             raise InvalidInputError(what, next_step=step)
     location = Location.of(url, options["storage_options"])
     with closing(open_store(location, timeouts=Timeouts.of(options["timeout"]))) as store:
-        told["exports"] = find_exports(store)
-    # What was shown goes, not what may have replaced it.
+        summary["exports"] = find_exports(store)
+    # A checkpoint that replaced the one shown is not deleted.
     is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
     verdict = "was deleted" if is_deleted else "would be deleted; --yes does it"
-    text = [*output.facts(told), f"This checkpoint {verdict}."]
-    output.tell("rm", as_json=as_json, text=text, **told, is_dry_run=not yes, is_deleted=is_deleted)
+    text = [*output.facts(summary), f"This checkpoint {verdict}."]
+    summary |= {"is_dry_run": not yes, "is_deleted": is_deleted}
+    output.emit("rm", as_json=as_json, text=text, **summary)
     return SOUND
 
 
@@ -325,13 +328,13 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     "--keep-closest-time",
     metavar="TIME",
     callback=duration,
-    help="The one saved closest to each multiple of TIME: 1h, 1d.",
+    help="The checkpoint saved closest to each multiple of TIME: 1h, 1d.",
 )
 @click.option(
     "--keep-best",
     multiple=True,
     metavar="METRIC:min|max[:N]",
-    help="The N best by a recorded metric, smallest or largest; by default one.",
+    help="The N best by a recorded metric, smallest or largest; by default 1.",
 )
 @click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
 @click.option(
@@ -360,9 +363,9 @@ def prune(  # one parameter for each option
 ) -> int:
     """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
 
-    The newest sound one is always kept, by step and by time; folders of other tools, and links,
-    are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
-    it they go by the storage's, for which a probe is written and removed.
+    The newest sound checkpoint is always kept, by step and by time; folders of other tools, and
+    links, are never touched. Without --yes nothing is written, and ages go by this machine's clock;
+    with it they go by the storage's, for which a probe is written and removed.
     """
     policies: list[RetentionPolicy] = [_best(text) for text in keep_best]
     policies += [KeepLatest(keep_latest)] if keep_latest is not None else []
@@ -379,9 +382,9 @@ def prune(  # one parameter for each option
     if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
         _check_names(names, check_root(root, **options))
     keys = ("is_dry_run", "leftovers", "deleted", "thinned", "freed", "skipped", "failed")
-    told = {name: _told(getattr(report, name)) for name in ("kept", "planned", "parts")}
-    told |= {key: getattr(report, key) for key in keys}
-    output.tell("prune", as_json=as_json, text=_lines(report), **told)
+    summary = {name: _decisions(getattr(report, name)) for name in ("kept", "planned", "parts")}
+    summary |= {key: getattr(report, key) for key in keys}
+    output.emit("prune", as_json=as_json, text=_lines(report), **summary)
     return FOUND if report.failed else SOUND
 
 
@@ -398,11 +401,11 @@ def _check_names(template: str, folders: list[str]) -> None:
 
 def _template_of(name: str) -> str:
     """Return how a folder's name spells its step, "" if it has no digits."""
-    found = _LAST_NUMBER.search(name)
-    if found is None:
+    number = _LAST_NUMBER.search(name)
+    if number is None:
         return ""
-    padded = f":0{len(found[0])}d" if found[0].startswith("0") else ""
-    return f"{name[: found.start()]}{{step{padded}}}{name[found.end() :]}"
+    padded = f":0{len(number[0])}d" if number[0].startswith("0") else ""
+    return f"{name[: number.start()]}{{step{padded}}}{name[number.end() :]}"
 
 
 def _best(text: str) -> KeepBest:
@@ -414,15 +417,15 @@ def _best(text: str) -> KeepBest:
     return KeepBest(match[1], "max" if match[2] == "max" else "min", int(match[3] or 1))
 
 
-def _told(decisions: tuple[PruneDecision, ...]) -> list[dict[str, object]]:
-    return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
+def _decisions(decisions: tuple[PruneDecision, ...]) -> list[dict[str, object]]:
+    return [{"name": each.name, "step": each.step, "reasons": each.reasons} for each in decisions]
 
 
 def _lines(report: PruneReport) -> Iterator[str]:
     rows = [
-        *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
-        *((one.name, one.step, "thin", "; ".join(one.reasons)) for one in report.parts),
-        *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),
+        *((each.name, each.step, "keep", "; ".join(each.reasons)) for each in report.kept),
+        *((each.name, each.step, "thin", "; ".join(each.reasons)) for each in report.parts),
+        *((each.name, each.step, "delete", "; ".join(each.reasons)) for each in report.planned),
         *((name, None, "free", "nothing is committed here") for name in report.leftovers),
     ]
     yield from output.table(("name", "step", "", "why"), rows, right="step")

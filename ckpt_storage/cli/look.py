@@ -66,7 +66,7 @@ def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
         head += ["size", "own", "groups", "seconds", "ranks", "slowest"]
         rows = [[*row, *_long(info)] for row, info in zip(rows, infos, strict=True)]
     text = output.table(head, rows, right="step size own seconds ranks")
-    output.tell("ls", as_json=as_json, text=text, checkpoints=infos)
+    output.emit("ls", as_json=as_json, text=text, checkpoints=infos)
     return COULD_NOT_RUN if problems else SOUND
 
 
@@ -118,12 +118,12 @@ def show(
         more: dict[str, Any] = {"files": checkpoint.files} if with_files else {}
         if with_history:
             slots = checkpoint.history
-            more["history"] = [{key: getattr(one, key) for key in _SLOT} for one in slots]
+            more["history"] = [{key: getattr(slot, key) for key in _SLOT} for slot in slots]
         entries = checkpoint.entries()
         tensor_count = sum(entry.dtype is not None for entry in entries)
         handle = checkpoint._handle  # noqa: SLF001  # of this package
         usage = None if handle.manifest is None else usage_of(handle.manifest, handle.location)
-        told: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "url": checkpoint.url,
             "format": checkpoint.format,
             "save_id": checkpoint.save_id,
@@ -142,11 +142,13 @@ def show(
         (file.path, file.rank, file.group, f"{file.size_bytes:,}") for file in more.get("files", ())
     ]
     text = itertools.chain(
-        output.facts({**told, **_usage_facts(usage), "stats": None, **_save_facts(told["stats"])}),
+        output.facts(
+            {**summary, **_usage_facts(usage), "stats": None, **_save_facts(summary["stats"])}
+        ),
         output.table(("file", "rank", "group", "bytes"), files, right="rank bytes"),
-        output.table(_SLOT, [one.values() for one in more.get("history", ())], right="slot pid"),
+        output.table(_SLOT, [slot.values() for slot in more.get("history", ())], right="slot pid"),
     )
-    output.tell("show", as_json=as_json, text=text, **told, **more)
+    output.emit("show", as_json=as_json, text=text, **summary, **more)
     return SOUND
 
 
@@ -177,16 +179,18 @@ def _save_facts(stats: OperationStats | None) -> dict[str, object]:
 
 def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:
     if tensor is None:
-        output.tell("show_value", as_json=as_json, fqn=fqn, kind="object", tensor=None)
+        output.emit("show_value", as_json=as_json, fqn=fqn, kind="object", tensor=None)
         return
     chunks = [{"offsets": c.offsets, "sizes": c.sizes, "rank": c.rank} for c in tensor.sharding]
-    told = {"dtype": tensor.dtype, "shape": tensor.shape, "size_bytes": tensor.nbytes}
+    summary = {"dtype": tensor.dtype, "shape": tensor.shape, "size_bytes": tensor.nbytes}
     text = itertools.chain(
-        output.facts({"fqn": fqn, **told, "sharding": str(tensor.sharding)}),
-        output.table(("offsets", "sizes", "rank"), [one.values() for one in chunks], right="rank"),
+        output.facts({"fqn": fqn, **summary, "sharding": str(tensor.sharding)}),
+        output.table(
+            ("offsets", "sizes", "rank"), [chunk.values() for chunk in chunks], right="rank"
+        ),
     )
-    whole = {**told, "chunks": chunks}
-    output.tell("show_value", as_json=as_json, text=text, fqn=fqn, kind="tensor", tensor=whole)
+    whole = {**summary, "chunks": chunks}
+    output.emit("show_value", as_json=as_json, text=text, fqn=fqn, kind="tensor", tensor=whole)
 
 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
@@ -201,9 +205,9 @@ def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     """
     with open_checkpoint(url, **options) as checkpoint:
         keys = ("fqn", "dtype", "shape", "size_bytes")
-        values = [{key: getattr(one, key) for key in keys} for one in checkpoint.entries()]
+        values = [{key: getattr(entry, key) for key in keys} for entry in checkpoint.entries()]
         text = () if as_json else str(checkpoint.tree(depth)).splitlines()
-        output.tell("tree", as_json=as_json, text=text, url=checkpoint.url, values=values)
+        output.emit("tree", as_json=as_json, text=text, url=checkpoint.url, values=values)
     return SOUND
 
 
@@ -222,7 +226,7 @@ def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:
     """
     report = verification.verify(url, deep=not shallow, progress=output.shows_progress(), **options)
     text = _verdict(report, is_deep=not shallow)
-    output.tell("verify", report, as_json=as_json, text=text, ok=report.ok)
+    output.emit("verify", report, as_json=as_json, text=text, ok=report.ok)
     return SOUND if report.ok else FOUND
 
 
@@ -274,10 +278,10 @@ def diff(  # one parameter for each option
         open_checkpoint(left, storage_options=storage_options, **limits) as first,
         open_checkpoint(right, storage_options=others, **limits) as second,
     ):
-        found = first.diff(second, progress=output.shows_progress(), **how)
-    text = str(found).splitlines()
-    output.tell("diff", found, as_json=as_json, text=text, is_equal=found.is_equal)
-    return SOUND if found.is_equal else FOUND
+        report = first.diff(second, progress=output.shows_progress(), **how)
+    text = str(report).splitlines()
+    output.emit("diff", report, as_json=as_json, text=text, is_equal=report.is_equal)
+    return SOUND if report.is_equal else FOUND
 
 
 @click.command(short_help="What a storage can do and how fast.")
@@ -290,20 +294,23 @@ def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) ->
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
-    found = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
-    probes = [(one.name, one.outcome, one.seconds, _rate(one), one.detail) for one in found.probes]
-    facts = {"url": found.url, "kind": found.kind, "clock_offset_s": found.clock_offset_s}
-    can = "can" if found.ok else "cannot"
+    diagnosis = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
+    probes = [
+        (probe.name, probe.outcome, probe.seconds, _rate(probe), probe.detail)
+        for probe in diagnosis.probes
+    ]
+    facts = {key: getattr(diagnosis, key) for key in ("url", "kind", "clock_offset_s")}
+    can = "can" if diagnosis.ok else "cannot"
     text = itertools.chain(
         output.facts(facts),
         output.table(("can it", "answer", "seconds", "rate", "detail"), probes, right="seconds"),
-        (f"- {advice}" for advice in found.advice),
-        (f"Could not remove {path}." for path in found.leftovers),
+        (f"- {advice}" for advice in diagnosis.advice),
+        (f"Could not remove {path}." for path in diagnosis.leftovers),
         [f"Checkpoints {can} be saved and loaded here."],
     )
-    output.tell("doctor", found, as_json=as_json, text=text, ok=found.ok)
-    return SOUND if found.ok else FOUND
+    output.emit("doctor", diagnosis, as_json=as_json, text=text, ok=diagnosis.ok)
+    return SOUND if diagnosis.ok else FOUND
 
 
-def _rate(one: Probe) -> str:
-    return f"{human_bytes(round(one.size_bytes / one.seconds))}/s" if one.seconds else ""
+def _rate(probe: Probe) -> str:
+    return f"{human_bytes(round(probe.size_bytes / probe.seconds))}/s" if probe.seconds else ""

@@ -16,11 +16,11 @@ _TEXT_KEYS = re.compile(
     r".*(account|credentials?|key|name|passphrase|passwd|password|secret|token)"
     r"|auth|creds?|id|pass|pin|project|pwd|sas|sig|signature|str|string|user"
 )
-"""Last words of options whose values are text, whatever they look like."""
+"""Last parts of the names of options whose values are text, even if they look like numbers."""
 
-_KEY_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+_NAME_PART = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -55,7 +55,7 @@ def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[
     spelt = name.replace("_", "-")
 
     def add(command: Command) -> Command:
-        one = click.option(
+        pairs = click.option(
             f"--{spelt}-option",
             f"{name}_options",
             multiple=True,
@@ -74,7 +74,7 @@ def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[
             callback=_from_file,
             help=f"A JSON object of options for {of}.",
         )
-        return one(file(command))
+        return pairs(file(command))
 
     return add
 
@@ -95,7 +95,7 @@ def patterns_options(command: Command) -> Command:
             f"--{name}",
             multiple=True,
             metavar="FQN",
-            callback=lambda _ctx, _param, given: given or None,
+            callback=lambda _ctx, _param, patterns: patterns or None,
             help=f"Names or patterns that {what}.",
         )(command)
     return command
@@ -108,10 +108,10 @@ def url_argument(name: str = "url", *, required: bool = True) -> Callable[[Comma
 
 def parse_slice(text: str) -> tuple[Any, ...]:
     """Return the index that a text such as "0:8,128:256" or "..., -1" means."""
-    found: list[Any] = []
+    index: list[Any] = []
     for part in text.strip().strip("[]").split(","):
         if part.strip() == "...":
-            found.append(...)
+            index.append(...)
             continue
         match = _PART.fullmatch(part)
         if match is None or not part.strip():
@@ -119,8 +119,8 @@ def parse_slice(text: str) -> tuple[Any, ...]:
         numbers = [None if group is None else int(group) for group in match.groups()]
         if numbers[2] == 0:
             raise click.BadParameter(f"{text!r} has a step of 0.")
-        found.append(slice(*numbers) if ":" in part else numbers[0])
-    return tuple(found)
+        index.append(slice(*numbers) if ":" in part else numbers[0])
+    return tuple(index)
 
 
 def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -129,14 +129,14 @@ def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> f
         return None
     match = _DURATION.fullmatch(value.strip().lower())
     if match is None:
-        told = f"{value!r} is no length of time; write 90, 30m, 2h or 7d"
-        raise click.BadParameter(told, ctx=ctx, param=param)
+        problem = f"{value!r} is no length of time; write 90, 30m, 2h or 7d"
+        raise click.BadParameter(problem, ctx=ctx, param=param)
     return float(match[1]) * _SECONDS[match[2]]
 
 
 def _bytes(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Return a positive number of bytes: "4096", "512MiB"; the callback of such options."""
-    from ckpt_storage.export.options import parse_bytes  # noqa: PLC0415  # only when given
+    from ckpt_storage.export.options import parse_bytes  # noqa: PLC0415  # only where it is used
 
     if value is None:
         return None
@@ -151,13 +151,13 @@ def _from_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if value is None:
         return
     try:
-        found = json.loads(Path(value).read_text(encoding="utf-8"))
+        options = json.loads(Path(value).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        # Not the parser's words: they may quote a secret.
+        # The parser's message is left out: it may quote a secret.
         raise click.BadParameter(f"{value} is no JSON file.") from error
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise click.BadParameter(f"{value} holds no JSON object.")
-    ctx.meta[f"ckpt_storage.{param.name}"] = found
+    ctx.meta[f"ckpt_storage.{param.name}"] = options
 
 
 def _pairs(
@@ -184,15 +184,15 @@ def _value(key: str, text: str) -> object:
     """Return what a text on the command line means to a file system."""
     if text[:1] in {"{", "[", '"'}:
         try:
-            found: object = json.loads(text)
+            parsed: object = json.loads(text)
         except ValueError:
             return text
-        return found
-    words = _KEY_WORD.findall(key)
-    if words and _TEXT_KEYS.fullmatch(words[-1].lower()):
+        return parsed
+    parts = _NAME_PART.findall(key)
+    if parts and _TEXT_KEYS.fullmatch(parts[-1].lower()):
         return text
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
     return int(text) if _INTEGER.fullmatch(text) else text
 
 

@@ -36,7 +36,7 @@ def value_of(checkpoint: Checkpoint, fqn: str) -> Any:
 
 def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor | None:
     """Return a lazy tensor, None for an object. Raises `InvalidInputError` for an unknown name."""
-    # Indexing would read an object.
+    # Indexing would read the bytes of an object.
     is_object = fqn in checkpoint._handle.source.blobs  # noqa: SLF001  # of this package
     return None if is_object else value_of(checkpoint, fqn)
 
@@ -47,17 +47,18 @@ def check_root(
     """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself."""
     location = Location.to_read(root, storage_options)
     store = open_store(location, timeouts=Timeouts.of(timeout))
-    found = {one.path for one in or_none_if_absent(lambda: store.list("", recursive=False)) or ()}
+    entries = or_none_if_absent(lambda: store.list("", recursive=False)) or ()
+    paths = {entry.path for entry in entries}
     # An object storage has no empty folders.
-    if not (Path(location.target).is_dir() if location.is_local else found):
+    if not (Path(location.target).is_dir() if location.is_local else paths):
         what = f"{location.url} does not exist."
         step = "Check the path, the bucket and the storage options."
         raise CheckpointNotFoundError(what, path=location.url, phase="load", next_step=step)
-    if found & {f"{COMMITS}/", STOCK_METADATA}:
+    if paths & {f"{COMMITS}/", STOCK_METADATA}:
         raise InvalidInputError(
             f"{location.url} is a checkpoint itself.", next_step="Give the folder above it."
         )
-    return sorted(path.rstrip("/") for path in found if path.endswith("/"))
+    return sorted(path.rstrip("/") for path in paths if path.endswith("/"))
 
 
 SOUND, FOUND, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
@@ -70,12 +71,12 @@ def shows_progress() -> bool:
 
 
 def note(line: str) -> None:
-    """Print a line on standard error; one that cannot be printed changes no exit code."""
+    """Print a line on standard error; a closed stream changes no exit code."""
     with contextlib.suppress(OSError):
         click.echo(line, err=True)
 
 
-def tell(
+def emit(
     kind: str,
     report: object = None,
     /,
@@ -100,32 +101,32 @@ def document(kind: str, report: object = None, /, **values: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Return a value as JSON has it; what is no finite number is named, other objects shown."""
+    """Return a value as JSON; numbers that are not finite by name, other objects by `repr`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str | int) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _plain(one) for name, one in fields.items() if name[0] != "_"}
+        return {name: _plain(item) for name, item in fields.items() if name[0] != "_"}
     if isinstance(value, Sequence | AbstractSet) and not isinstance(value, bytes):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return repr(value)
 
 
 def facts(pairs: Mapping[str, object]) -> Iterator[str]:
     """Yield names and values in two columns; those without a value are left out."""
-    told = {name.replace("_", " "): fact(value, name) for name, value in pairs.items()}
-    width = max((len(name) for name, text in told.items() if text), default=0)
-    return (f"{name:<{width}}  {text}" for name, text in told.items() if text)
+    texts = {name.replace("_", " "): fact(value, name) for name, value in pairs.items()}
+    width = max((len(name) for name, text in texts.items() if text), default=0)
+    return (f"{name:<{width}}  {text}" for name, text in texts.items() if text)
 
 
 def fact(value: object, name: str = "") -> str:
-    """Return a value for people; of a name that ends so, as a number of bytes."""
+    """Return a value as text; a `name` that ends in "_bytes" makes it a size."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {fact(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {fact(item)}" for key, item in value.items())
     if isinstance(value, int) and name.endswith("_bytes"):
         return f"{human_bytes(value)} ({value:,})"
     if isinstance(value, float):

@@ -70,7 +70,7 @@ def cat(
     "..." is not asked for. Objects are loaded with torch's weights_only rules.
     """
     if as_json and form != "text":
-        raise click.UsageError(f"--json and --form {form} are two forms: give one of them.")
+        raise click.UsageError(f"--json and --form {form} are two forms: choose one.")
     wanted = parse_slice(index) if index is not None else (...,)
     with open_checkpoint(url, **options) as checkpoint:
         tensor = tensor_of(checkpoint, fqn)
@@ -78,8 +78,8 @@ def cat(
             if index is not None or form != "text":
                 raise _no_tensor(fqn, "Print it without --slice.")
             value = value_of(checkpoint, fqn)
-            told = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
-            text = told if as_json else f"{pformat(value, width=100, compact=True)}\n"
+            document = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
+            text = document if as_json else f"{pformat(value, width=100, compact=True)}\n"
             _put(file, [text.encode(errors="backslashreplace")])
             return SOUND
         try:
@@ -132,23 +132,23 @@ def _put(file: str | None, parts: Iterable[bytes]) -> None:
 def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
     count, shape = math.prod(map(len, selection.ranges)), _dummy(selection).shape
     if not as_json:
-        found = _made(tensor, _edges(tensor, selection), selection)
+        elements = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
-            _put(file, [(str(found) + "\n").encode()])
+            _put(file, [(str(elements) + "\n").encode()])
         output.note(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}")
         return
     if count > _MOST_JSON_ELEMENTS:
         what = f"{count} elements are too many for JSON."
         raise InvalidInputError(what, next_step="Narrow it with --slice, or use --form npy.")
     values = _pairs(_made(tensor, tensor.words(selection.ranges), selection).tolist())
-    told = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
-    _put(file, [told.encode(errors="backslashreplace")])
+    text = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
+    _put(file, [text.encode(errors="backslashreplace")])
 
 
 def _pairs(values: Any) -> Any:
     """Return nested lists of numbers with complex ones as pairs."""
     if isinstance(values, list):
-        return [_pairs(one) for one in values]
+        return [_pairs(value) for value in values]
     return [values.real, values.imag] if isinstance(values, complex) else values
 
 
@@ -237,6 +237,6 @@ def stats(url: str, fqns: tuple[str, ...], *, bins: int, as_json: bool, **option
             if tensor_of(checkpoint, fqn) is None:
                 raise _no_tensor(fqn, "ckpt-storage cat prints it.")
         progress = output.shows_progress()
-        found = [checkpoint.stats(fqn, bin_count=bins, progress=progress) for fqn in fqns]
-    output.tell("stats", as_json=as_json, text=map(str, found), tensors=found)
+        statistics = [checkpoint.stats(fqn, bin_count=bins, progress=progress) for fqn in fqns]
+    output.emit("stats", as_json=as_json, text=map(str, statistics), tensors=statistics)
     return SOUND

@@ -54,8 +54,8 @@ def watch(root: str, *, command: str | None, as_json: bool, **options: Any) -> i
     code = SOUND
     for info in follow(root, **options):
         click.echo(_json_line(info) if as_json else shown(_line(info)))
-        if command is not None and (ended := _run(command, info)) != 0:
-            output.note(f"The command for {shown(info.name)} ended with exit code {ended}.")
+        if command is not None and (exit_code := _run(command, info)) != 0:
+            output.note(f"The command for {shown(info.name)} ended with exit code {exit_code}.")
             code = FOUND
     return code
 
@@ -63,8 +63,8 @@ def watch(root: str, *, command: str | None, as_json: bool, **options: Any) -> i
 def _line(info: CheckpointInfo) -> str:
     size = "" if info.stats is None else human_bytes(info.stats.total_bytes)
     step = "" if info.step is None else f"step {info.step}"
-    words = (info.name, step, info.created_at, info.save_id, size)
-    return "  ".join(word for word in words if word)
+    columns = (info.name, step, info.created_at, info.save_id, size)
+    return "  ".join(column for column in columns if column)
 
 
 def _json_line(info: CheckpointInfo) -> str:
@@ -80,6 +80,6 @@ def _run(command: str, info: CheckpointInfo) -> int:
         "CKPT_STEP": "" if info.step is None else str(info.step),
         "CKPT_SAVE_ID": info.save_id or "",
     }
-    # Names of folders come by the environment: no shell reads them as code.
-    ended = subprocess.run(command, shell=True, env=os.environ | values, check=False)  # noqa: S602  # the user's command
-    return ended.returncode
+    # Names of folders are passed in the environment, so that no shell reads them as code.
+    completed = subprocess.run(command, shell=True, env=os.environ | values, check=False)  # noqa: S602  # the user's command
+    return completed.returncode

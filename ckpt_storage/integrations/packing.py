@@ -1,7 +1,7 @@
-"""Any nest of values as one checkpoint: tensors under names of their own, the rest as one value.
+"""Nested values as a state dict: each tensor under its own name, all other values in an outline.
 
-Tensors get names, so that `open_checkpoint`, `consolidate` and stock DCP see them; how they hung
-together is a tuple of plain values beside them, which loads under torch's `weights_only` rules.
+With names of their own, `open_checkpoint`, `consolidate` and stock DCP see the tensors. The outline
+is a tuple of plain values, which loads by torch's `weights_only` rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_storage.errors import FormatError
 __all__ = ["OUTLINE", "WholePlanner", "pack", "unpack"]
 
 OUTLINE = "outline"
-"""The key of what is no tensor. Everything else in a packed state is."""
+"""The key of the outline. All other values of a packed state are tensors."""
 
 _Path = tuple[object, ...]
 
@@ -27,27 +27,26 @@ _Path = tuple[object, ...]
 def pack(
     values: Mapping[str, Any], *, is_taken: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any]:
-    """Return a state dict for `save` that `unpack` makes `values` of again; copies no tensor.
+    """Return a state dict for `save`, from which `unpack` restores `values`; copies no tensor.
 
-    A tensor is named after the keys that lead to it, joined by dots. Where its first part is
-    `OUTLINE`, or `is_taken` says that the caller has that key for something else, a name in
-    brackets replaces it. Tensors inside objects of other classes stay in them, and travel in the
-    pickle.
+    The name of a tensor is its keys, joined by dots. If the first key is `OUTLINE`, or `is_taken`
+    returns True for it, it is put in brackets. Tensors inside objects of other classes stay in
+    them, and are pickled with the outline.
     """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[_Path, str] = {}
 
-    def taken_out(value: object, path: _Path) -> object:
+    def extract(value: object, path: _Path) -> object:
         if isinstance(value, torch.Tensor):
             names[path] = named(value, path)
             return None
-        return _like(value, path, taken_out)
+        return _like(value, path, extract)
 
     def named(tensor: torch.Tensor, path: _Path) -> str:
         head, _, rest = ".".join(map(str, path)).partition(".")
         wish = f"[{head}]" if head == OUTLINE or is_taken(head) else head
         wish += f".{rest or 'value'}"
-        # "a.b" and "a" with "b" in it spell one name.
+        # "a.b" and "a" with "b" in it have the same name.
         name, count = wish, 1
         while name in tensors:
             count += 1
@@ -55,7 +54,7 @@ def pack(
         tensors[name] = tensor
         return name
 
-    rest = taken_out(dict(values), ())
+    rest = extract(dict(values), ())
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # The first key stays a level of its own: consolidation takes it off a model's weights.
@@ -70,15 +69,17 @@ def unpack(tensors: Mapping[str, torch.Tensor], outline: Any) -> dict[str, Any]:
     Raises `FormatError` if the outline is none.
     """
 
-    def put_back(value: object, path: _Path) -> Any:
-        return tensors[names[path]] if path in names else _like(value, path, put_back)
+    def insert(value: object, path: _Path) -> Any:
+        return tensors[names[path]] if path in names else _like(value, path, insert)
 
     try:
         rest, names = outline
-        return dict(put_back(rest, ()))
+        return dict(insert(rest, ()))
     except (KeyError, TypeError, ValueError) as error:
-        what = f"The outline of the checkpoint is not one of ours: {error!r}."
-        raise FormatError(what, next_step="Load it with what it was saved with.") from error
+        raise FormatError(
+            f"The outline of the checkpoint cannot be read: {error!r}.",
+            next_step="Load it with the integration that saved it.",
+        ) from error
 
 
 def _like(value: Any, path: _Path, change: Callable[[object, _Path], object]) -> object:
@@ -92,10 +93,10 @@ def _like(value: Any, path: _Path, change: Callable[[object, _Path], object]) ->
 
 
 class WholePlanner(DefaultLoadPlanner):
-    """Loads the targets given to it, and all else that the checkpoint has, on the CPU.
+    """Loads into the targets, and all other values of the checkpoint into new tensors on the CPU.
 
-    What was loaded is in `loaded`: the nested targets, and the rest under flat names. `wanted`
-    tells whether a name is loaded for which there is no target; default: all are.
+    `loaded` holds the nested targets, and other values under flat names. `wanted` says which names
+    without a target are loaded; default: all.
     """
 
     def __init__(self, wanted: Callable[[str], bool] = lambda _: True) -> None:
@@ -109,12 +110,12 @@ class WholePlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Make targets for what has none."""
+        """Make targets for wanted names without one."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         known: Mapping[str, Any] = self.state_dict
-        found = {} if metadata is None else metadata.state_dict_metadata
+        stored = {} if metadata is None else metadata.state_dict_metadata
         self.loaded = dict(state_dict)
-        for fqn, item in found.items():
+        for fqn, item in stored.items():
             if fqn in known or not self._wanted(fqn):
                 continue
             self.loaded[fqn] = None

@@ -1,6 +1,7 @@
 """Ray Train over this package's storage: Ray keeps a pointer, the workers save and load.
 
-Ray is told of a file with the URL: it moves no other byte, and its retention deletes none.
+The checkpoint that Ray gets is a file with the URL. Ray moves no other byte, and its retention
+deletes no checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _POINTER = "ckpt-storage.json"
 
 
 def report(metrics: Mapping[str, Any], info: CheckpointInfo) -> None:
-    """Tell Ray the metrics of a step and the checkpoint that was saved; every worker calls it.
+    """Report the metrics of a step and the saved checkpoint to Ray; every worker calls it.
 
     `info` is what the save returned. In place of `ray.train.report(metrics, checkpoint=...)`.
     """
@@ -30,14 +31,14 @@ def report(metrics: Mapping[str, Any], info: CheckpointInfo) -> None:
         ray.train.report(dict(metrics))
         return
     with tempfile.TemporaryDirectory(prefix="ckpt-storage-") as folder:
-        told = json.dumps({"url": info.url, "save_id": info.save_id})
-        Path(folder, _POINTER).write_text(told, encoding="utf-8")
+        content = json.dumps({"url": info.url, "save_id": info.save_id})
+        Path(folder, _POINTER).write_text(content, encoding="utf-8")
         pointer = ray.train.Checkpoint.from_directory(folder)
         ray.train.report(dict(metrics), checkpoint=pointer)
 
 
 def reported_url(checkpoint: ray.train.Checkpoint) -> str:
-    """Return the URL of what `report` told of: `Result.checkpoint`, `ray.train.get_checkpoint()`.
+    """Return the URL that `report` reported; for `Result.checkpoint`, `ray.train.get_checkpoint()`.
 
     Raises `FormatError` for a checkpoint that was reported in another way.
     """

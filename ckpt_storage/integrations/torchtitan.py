@@ -73,16 +73,16 @@ class CheckpointStorageManager(TitanManager):
 
         def __post_init__(self) -> None:
             # torchtitan refuses weights at URLs, which its functions cannot reach; ours can.
-            given: Any = self
-            asked = given.last_save_in_hf, given.initial_load_in_hf
-            given.last_save_in_hf &= not given.last_save_model_only
-            given.initial_load_in_hf &= (
-                given.initial_load_in_hf_quantized or not given.initial_load_model_only
+            config: Any = self
+            in_hf = config.last_save_in_hf, config.initial_load_in_hf
+            config.last_save_in_hf &= not config.last_save_model_only
+            config.initial_load_in_hf &= (
+                config.initial_load_in_hf_quantized or not config.initial_load_model_only
             )
             try:
                 TitanManager.Config.__post_init__(self)
             finally:
-                given.last_save_in_hf, given.initial_load_in_hf = asked
+                config.last_save_in_hf, config.initial_load_in_hf = in_hf
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         keep_latest_k = config.keep_latest_k
@@ -206,7 +206,7 @@ class CheckpointStorageManager(TitanManager):
             try:
                 is_restored = self._restore(None)
             except CheckpointError:
-                # Having passed over what is damaged, it may have come to the seed.
+                # All later steps are damaged, and the seed at step 0 holds the model alone.
                 if self._newest_step() != 0:
                     raise
                 is_restored = self._restore(0)
@@ -216,7 +216,7 @@ class CheckpointStorageManager(TitanManager):
             return self._load_initial()
 
     def _restore(self, step: int | None) -> bool:
-        """Load a step, or the newest that is whole, on all ranks the same. False if none is."""
+        """Load a step, or the newest sound one, the same on all ranks. False if there is none."""
         # As torchtitan has it, step 0 is the seed, the model alone.
         states = self._states_to_load(step == 0)
         try:

@@ -1,1 +1,1 @@
-"""One load on one rank: plans, targets, reads that ranks share, and `load`."""
+"""Loads: plans, targets, shared reads, and `load`."""

@@ -20,7 +20,7 @@ log = logging.getLogger("ckpt_storage")
 
 _HIGH = 1 << 32
 _PIECE = 1 << 16
-"""Elements that are compared at a time."""
+"""Elements compared per step: their temporaries fit into a second-level cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Example:
 
 
 class CastChecker:
-    """Casts of one load, compared with the stored values as they are copied; for any thread.
+    """Copies elements with a cast and compares the result with them; thread-safe.
 
     "checked" raises for a value that does not fit and counts those that were rounded; "exact"
     raises for both. "any" copies as torch does and needs no checker.
@@ -60,7 +60,6 @@ class CastChecker:
         if not source.dim() or target.device.type != "cpu":
             self._copy(source, target, fqn, non_blocking=non_blocking)
             return
-        # Pieces whose temporaries stay in a processor's second-level cache.
         row_count = max(1, _PIECE * len(source) // max(1, source.numel()))
         for piece, place in zip(
             *(torch.split(t, row_count) for t in (source, target)), strict=True
@@ -77,14 +76,14 @@ class CastChecker:
             target.copy_(source, non_blocking=non_blocking)
         changes = find_changes(source, target)
         if changes.unfit is not None:
-            raise _unfit(
+            raise _cast_error(
                 f"{_example(source, target, changes.unfit, fqn)}, which is another value.",
                 "Load into a target of the stored dtype or a wider one, or pass casts='any'.",
             )
         if changes.rounded is None:
             return
         if self._casts == "exact":
-            raise _unfit(
+            raise _cast_error(
                 f"{_example(source, target, changes.rounded, fqn)}, which is rounded.",
                 "Load into a target of the stored dtype or a wider one, or pass casts='checked'.",
             )
@@ -103,7 +102,7 @@ class CastChecker:
             )
 
 
-def _unfit(message: str, next_step: str) -> InvalidInputError:
+def _cast_error(message: str, next_step: str) -> InvalidInputError:
     effect = "Targets of this load hold undefined values."
     return InvalidInputError(f"{message} {effect}", phase="load", next_step=next_step)
 
@@ -197,14 +196,15 @@ def find_changes(source: torch.Tensor, result: torch.Tensor) -> Changes:
         result, imaginary = torch.view_as_real(result).unbind(-1)
     if not source.is_complex():
         return _find_real_changes(source, result)
-    real, other = torch.view_as_real(source).unbind(-1)
-    changes = _find_real_changes(real, result)
+    source_real, source_imaginary = torch.view_as_real(source).unbind(-1)
+    of_real = _find_real_changes(source_real, result)
     if imaginary is None:
-        others = Changes(unfit=_if_any(other != 0))
+        of_imaginary = Changes(unfit=_if_any(source_imaginary != 0))
     else:
-        others = _find_real_changes(other, imaginary)
+        of_imaginary = _find_real_changes(source_imaginary, imaginary)
     return Changes(
-        unfit=_either(changes.unfit, others.unfit), rounded=_either(changes.rounded, others.rounded)
+        unfit=_either(of_real.unfit, of_imaginary.unfit),
+        rounded=_either(of_real.rounded, of_imaginary.rounded),
     )
 
 
@@ -215,7 +215,7 @@ def _find_real_changes(source: torch.Tensor, result: torch.Tensor) -> Changes:
     if source.dtype in _LONG or result.dtype in _LONG:
         # No float has all values of 64 bits; two have.
         pairs = zip(_halves(source), _halves(result), strict=True)
-        high, low = (one != other for one, other in pairs)
+        high, low = (left != right for left, right in pairs)
         differing = high | low
     else:
         differing = before != after
@@ -242,8 +242,8 @@ def _if_any(mask: torch.Tensor) -> torch.Tensor | None:
     return mask if bool(mask.any()) else None
 
 
-def _either(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return other if one is None else one if other is None else one | other
+def _either(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    return right if left is None else left if right is None else left | right
 
 
 _LONG = (torch.int64, torch.uint64)

@@ -1,6 +1,6 @@
-"""The items of one load plan on this rank: what they read, where it goes, and its commit.
+"""The items of one load plan on this rank: their reads, their targets, and the commit.
 
-Elements go into tensors of this process's memory or on a device, converted on the way.
+Elements are copied into tensors in memory or on a device, and cast on the way.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ log = logging.getLogger("ckpt_storage")
 
 
 Use = Callable[[torch.Tensor], None]
-"""Takes bytes that are on the device of its tensors; what it begins there may end later."""
+"""Copies bytes out of a tensor on the target's device; the copy may end after the call."""
 
 
 class CudaMover:
-    """Uploads from pinned memory on a stream of its own, behind what the caller has queued."""
+    """Copies from pinned memory to a device on its own stream, after the caller's queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # In a thread whose current device is 0, a call would make a context there otherwise.
+        # Otherwise a call would create a context on device 0, a thread's default.
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-            # Tensors may still be written to by what is queued there.
+            # Queued kernels may still write to the targets.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Return pinned memory, plain where there is none to be had."""
+        """Return pinned memory, or pageable memory if pinning fails."""
         try:
             with torch.cuda.device(self._device):
                 return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -59,9 +59,9 @@ class CudaMover:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
-        """Queue the upload of `data`, in such memory, and its `use` on the device.
+        """Queue the copy of `data`, a part of a `buffer`, and its `use` on the device.
 
-        Returns what waits until the memory may be filled again.
+        Returns a function that waits until the buffer may be filled again.
         """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             use(data.to(self._device, non_blocking=True))
@@ -70,14 +70,14 @@ class CudaMover:
         return event.synchronize
 
     def finish(self) -> None:
-        """Wait for the stream, and let the caller's own go on behind it."""
+        """Wait for the stream, and order the caller's stream after it."""
         with torch.cuda.device(self._device):
             self._stream.synchronize()
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class UploadRing:
-    """A few buffers that windows go through on their way to one device; for several threads."""
+    """A ring of pinned staging buffers for one device; thread-safe."""
 
     def __init__(self, mover: CudaMover, buffer_count: int) -> None:
         self._mover = mover
@@ -88,7 +88,7 @@ class UploadRing:
         self._count = buffer_count
 
     def move(self, window: memoryview, use: Use) -> None:
-        """Begin to move a window and to `use` it; waits for a buffer."""
+        """Start to copy a window to the device and to `use` it there; waits for a buffer."""
         buffer, wait = self._slots.get()
         try:
             wait()
@@ -103,7 +103,7 @@ class UploadRing:
             self._slots.put((buffer, wait))
 
     def finish(self) -> None:
-        """Return when all windows have arrived; called when no thread moves any."""
+        """Wait until all windows have arrived; no thread may call `move` meanwhile."""
         for _ in range(self._count):
             buffer, wait = self._slots.get()
             wait()
@@ -117,10 +117,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRead(ChunkRead):
-    """A read into a tensor, or into a part of one; autograd sees none of it.
+    """A read into a tensor or a view of it; autograd records nothing.
 
-    `dtype` is that of the stored elements. With a `ring` they go to the tensor's device as they
-    are stored, and are placed and converted there.
+    `dtype` is that of the stored elements. With a `ring` the stored bytes are copied to the
+    tensor's device, and are placed and cast there.
     """
 
     tensor: torch.Tensor
@@ -130,7 +130,7 @@ class TensorRead(ChunkRead):
 
     @property
     def memory(self) -> memoryview | None:
-        """The memory of the tensor, if it takes the stored bytes as they are."""
+        """The memory of the tensor, if the stored bytes can be read into it directly."""
         tensor = self.tensor
         if (
             self.ring is not None
@@ -146,7 +146,7 @@ class TensorRead(ChunkRead):
         return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
 
     def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        """Copy elements out of a window, converted to the tensor's own type."""
+        """Copy elements out of a window, cast to the tensor's dtype."""
         use = partial(self._copy, copies)
         if self.ring is not None:
             self.ring.move(window, use)
@@ -155,9 +155,9 @@ class TensorRead(ChunkRead):
 
     def _copy(self, copies: Sequence[WindowCopy], raw: torch.Tensor) -> None:
         if raw.data_ptr() % self.dtype.itemsize:
-            raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
+            raw = raw.clone()  # torch's kernels need natural alignment; some crash without it
         flat = raw.view(self.dtype)
-        # The mode is a thread's own, and an inference tensor can be written to in it alone.
+        # The mode is per thread, and inference tensors are writable only in it.
         with torch.inference_mode(self.tensor.is_inference()):
             for copy in copies:
                 source = flat.as_strided(
@@ -176,7 +176,7 @@ class TensorRead(ChunkRead):
 
 
 class LoadItems:
-    """What one rank reads, planned. Raises `InvalidInputError` for targets that cannot hold it."""
+    """The planned reads of one rank. Raises `InvalidInputError` for targets that do not fit."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class LoadItems:
         self._stored_names = stored_names or {}
         self.checker = CastChecker(casts)
         self._items = plan.items
-        # In columns: thousands of rows are as many objects for the collector to look at.
+        # Parallel lists: an object per item would cost the garbage collector time.
         self._targets: list[torch.Tensor] = []
         self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._opaque: list[ChunkRead] = []
@@ -229,7 +229,7 @@ class LoadItems:
         return self._stored_names.get(fqn, fqn)
 
     def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
-        """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
+        """Return the planner's target of an item. Raises `InvalidInputError` if it does not fit."""
         if not isinstance(self._planner, OwnChunksLoadPlanner):
             check_layout(
                 item.dest_index.fqn,
@@ -242,23 +242,23 @@ class LoadItems:
             target = target.detach()
         fqn = item.storage_index.fqn
         if target.shape != item.lengths:
-            raise _unfit(
+            raise _target_error(
                 f"The planner gave a target of shape {list(target.size())} for "
                 f"{list(item.lengths)} elements of {fqn}.",
                 "Check the load planner's resolve_tensor.",
             )
         if target.is_meta:
-            raise _unfit(
+            raise _target_error(
                 f"The target of {fqn} is on the meta device and can hold nothing.",
                 "Materialise it first, by to_empty() say.",
             )
         if is_freed(target):
-            raise _unfit(
+            raise _target_error(
                 f"The target of {fqn} has no memory: its storage was resized to nothing.",
                 "Load into tensors that have memory (FSDP: into its state_dict()).",
             )
         if not can_cast(_dtype(stored)[0], target.dtype):
-            raise _unfit(
+            raise _target_error(
                 f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, to which "
                 "torch has no cast.",
                 "Load into a target of the stored dtype.",
@@ -272,7 +272,7 @@ class LoadItems:
         where, device = None, target.device
         if item.lengths != place.sizes or any(item.storage_offsets):
             where = box_selection(Box(tuple(item.storage_offsets), tuple(item.lengths)))
-        # To all other devices `copy_` waits.
+        # For other devices `copy_` is synchronous and needs no ring.
         if device.type == "cuda" and device not in self._rings:
             self._rings[device] = UploadRing(CudaMover(device), self._buffer_count)
         return TensorRead(
@@ -296,21 +296,21 @@ class LoadItems:
         return blobs_bytes + sum(read.tensor.numel() * read.item_bytes for read in reads)
 
     def split(self, order: ShareOrder) -> tuple[list[ChunkRead], dict[Key, list[ChunkRead]]] | None:
-        """Return what is not shared, and what is by chunks; None if a block lies in two units.
+        """Return the unshared reads, and the shared ones by chunk; None: a block spans two units.
 
-        Nothing here is opaque: such chunks are not shared.
+        Opaque chunks are never shared.
         """
         shared: dict[Key, list[ChunkRead]] = {key: [] for key in order.keys}
         own: list[ChunkRead] = []
         for item, read in zip(self._items, self.reads, strict=True):
             offsets = _offsets_of(item)
-            mine = None if offsets is None else shared.get((read.place.fqn, offsets))
-            if mine is None:
+            of_chunk = None if offsets is None else shared.get((read.place.fqn, offsets))
+            if of_chunk is None:
                 own.append(read)
             elif order.unit_bytes % read.place.block_bytes:
                 return None
             else:
-                mine.append(read)
+                of_chunk.append(read)
         return (own, shared) if all(shared.values()) else None
 
     def read_opaque(self, chunks: ChunkReader) -> None:
@@ -319,12 +319,12 @@ class LoadItems:
             read.assign((), elements)  # type: ignore[attr-defined]  # a TensorRead
 
     def finish(self) -> None:
-        """Return when all that is on its way to devices has arrived."""
+        """Wait until all copies to devices have ended."""
         for ring in self._rings.values():
             ring.finish()
 
     def commit(self, *, unsafe_pickle: bool) -> None:
-        """Hand everything to the planner; all bytes were read and verified."""
+        """Pass all values to the planner, once all bytes are read and verified."""
         if not unsafe_pickle:
             for _, buffer, place in self._blobs:
                 scan_blob(buffer, place)
@@ -339,10 +339,9 @@ class LoadItems:
 def wanted_regions(
     plans: Sequence[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
 ) -> dict[Key, list[tuple[int, Box]]]:
-    """Return for each chunk which ranks want which region of it, counted from its first element.
+    """Return the ranks that read each chunk, with the region of the chunk that each reads.
 
-    `stored_names` has for each rank the stored names of its values; None: they are those of its
-    plan.
+    `stored_names` has the stored names of each rank's values; None: those of its plan.
     """
     wants: dict[Key, list[tuple[int, Box]]] = {}
     for rank, (plan, names) in enumerate(zip(plans, stored_names, strict=True)):
@@ -369,12 +368,12 @@ def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
 
 @lru_cache(1024)
 def _exact(offsets: tuple[int, ...]) -> tuple[int, ...]:
-    # One for all that are equal, and no subclass of a tuple: the collector forgets it.
+    # Equal offsets share one plain tuple: torch.Size would stay tracked by the collector.
     return tuple(offsets)
 
 
 def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, ChunkPlace]) -> None:
-    """Refuse targets that begin at one address and would get values of other checksums."""
+    """Refuse two targets at one address whose stored values have different checksums."""
     held, place = known[1], new[1]
     values = [
         (tuple(item.storage_offsets), tuple(item.lengths), list(chunk.crcs or ()))
@@ -383,11 +382,11 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     if values[0] == values[1]:
         return
     if held.fqn == place.fqn:
-        raise _unfit(
+        raise _target_error(
             f"Several elements of the target of {place.fqn} are a single memory location.",
             "Load into a tensor that is not expanded: clone() it first.",
         )
-    raise _unfit(
+    raise _target_error(
         f"The targets of {held.fqn} and {place.fqn} are one memory, and the checkpoint holds "
         "other values for each.",
         "Give each a tensor of its own, load one of them, or pass casts='any': then either "
@@ -395,5 +394,5 @@ def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, Chunk
     )
 
 
-def _unfit(message: str, next_step: str) -> InvalidInputError:
+def _target_error(message: str, next_step: str) -> InvalidInputError:
     return InvalidInputError(message, phase="load", next_step=next_step)

@@ -1,7 +1,7 @@
-"""Tensors that torch's planners describe wrongly or not at all: several boxes, or parts inside.
+"""Layouts that torch's planners describe wrongly or not at all: several boxes, or inner tensors.
 
-A `DTensor` with a `_StridedShard` may hold rows that are not neighbours in the whole tensor. A
-subclass with `__tensor_flatten__` holds other tensors, and has no elements of its own.
+A `DTensor` with a `_StridedShard` may hold rows that are not contiguous in the global tensor. A
+subclass with `__tensor_flatten__` wraps other tensors, and has no elements of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .tensors import PLAIN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBox:
-    """One box of the whole tensor, and where its elements begin in the local one."""
+    """A box of the global tensor, and its offsets in the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -32,17 +32,17 @@ class LocalBox:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box as torch has it."""
+        """The box as torch's metadata of a chunk."""
         return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return its elements in the local tensor."""
+        """Return a view of the elements of the box."""
         stops = map(sum, zip(self.local_offsets, self.sizes, strict=True))
         return local[tuple(map(slice, self.local_offsets, stops))]
 
 
 def boxes_of(tensor: object) -> list[LocalBox] | None:
-    """Return the boxes of a `DTensor` whose local part is several; None for all others."""
+    """Return the boxes of a `DTensor` whose local tensor has several; None for other values."""
     if type(tensor) is not DTensor or not any(
         isinstance(placement, _StridedShard) for placement in tensor.placements
     ):
@@ -60,25 +60,25 @@ def boxes_of(tensor: object) -> list[LocalBox] | None:
             local_offsets=tuple(local for _, _, local in box),
         )
         for box in product(*runs)
-        # An empty one may begin where another rank's begins, and would take its place.
+        # An empty box may have the offsets of another rank's box, and would replace it.
         if all(length for _, length, _ in box) or not tensor.numel()
     ]
 
 
 def _runs_of(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return the runs of neighbours in one dimension: start, length, start in the local tensor."""
+    """Return the contiguous runs of a dimension: global start, length, local start."""
     indices = torch.arange(tensor.shape[dim], device="cpu")
     for mesh_dim, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) != dim:
             continue
         count = tensor.device_mesh.size(mesh_dim)
         place: Any = placement
-        along = (
+        split = (
             _StridedShard(0, split_factor=place.split_factor)
             if isinstance(placement, _StridedShard)
             else type(place)(0)
         )
-        shards, _ = along._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the placement's own rule
+        shards, _ = split._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the placement's own rule
         indices = shards[coordinate[mesh_dim]]
     if not indices.numel():
         return [(0, 0, 0)]
@@ -101,7 +101,7 @@ def box_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor | None:
 
 
 def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
-    """Refuse a value of a planner's flat state that torch's own plan describes wrongly."""
+    """Raise `InvalidInputError` for a value of a flat state that torch's plan describes wrongly."""
     value = state.get(fqn) if isinstance(state, Mapping) else None
     if type(value) is DTensor and boxes_of(value) is not None:
         raise InvalidInputError(
@@ -111,41 +111,43 @@ def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
         )
 
 
-def has_parts(value: object) -> bool:
-    """Return whether a value is a tensor that is made of others."""
+def wraps_tensors(value: object) -> bool:
+    """Return whether a value is a tensor subclass that wraps other tensors."""
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in PLAIN
         and not isinstance(value, DTensor | ShardedTensor)
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "__create_write_items__")
-        # A nested tensor is no tensor that its parts could be put back into.
+        # The tensors inside a nested tensor cannot be replaced.
         and value.layout is torch.strided
     )
 
 
 def unwrap(state: dict[str, Any], paths: dict[str, Any]) -> None:
-    """Replace each tensor that is made of others by these, in a flat state and its paths."""
-    wrapped = [fqn for fqn, value in state.items() if type(value) not in PLAIN and has_parts(value)]
+    """Replace each tensor that wraps others by these, in a flat state and its paths."""
+    wrapped = [
+        fqn for fqn, value in state.items() if type(value) not in PLAIN and wraps_tensors(value)
+    ]
     for fqn in wrapped:
         value, path = state.pop(fqn), paths.pop(fqn)
-        for names, part in _parts_of(value):
+        for names, inner in _inner_tensors(value):
             name = ".".join((fqn, *names))
             if name in state:
                 raise InvalidInputError(
-                    f"{name} cannot be saved or loaded: it is a part of {fqn}, a "
+                    f"{name} cannot be saved or loaded: it is a tensor inside {fqn}, a "
                     f"{type(value).__qualname__}, and another value of the state has this name.",
                     phase="plan",
                     next_step="Rename the other value.",
                 )
-            state[name], paths[name] = part, (*path, *names)
+            state[name], paths[name] = inner, (*path, *names)
 
 
-def _parts_of(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
-    names, _ = value.__tensor_flatten__()
-    for name in names:
-        part = getattr(value, name)
-        if has_parts(part):
-            yield from (((name, *inner), tensor) for inner, tensor in _parts_of(part))
+def _inner_tensors(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
+    attributes, _ = value.__tensor_flatten__()
+    for name in attributes:
+        inner = getattr(value, name)
+        if wraps_tensors(inner):
+            yield from (((name, *names), tensor) for names, tensor in _inner_tensors(inner))
         else:
-            yield (name,), part
+            yield (name,), inner

@@ -1,4 +1,4 @@
-"""`load`: one bounded, collective load; DCP's steps without its collectives."""
+"""`load`: a bounded, collective load; DCP's steps without its collectives."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .loadplanner import OwnChunksLoadPlanner
 from .per_rank import prepared_targets
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder, joined
+from .states import is_stateful, plain_state
 from .targets import find_duplicate, find_mismatch
-from .tensors import is_stateful, plain_state
 
 _MAX_LOADS = 8
 """How often a load starts again because a save overwrote the checkpoint."""
@@ -79,7 +79,7 @@ def load(  # the public surface, all keyword-only
             minutes and an hour.
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
-            All ranks give one, or none; the coordinator's sees all plans.
+            All ranks pass a planner, or none does; the coordinator's gets all plans.
         rename: names of the checkpoint's values in `state`, as for `CheckpointStorageReader`.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
@@ -95,7 +95,7 @@ def load(  # the public surface, all keyword-only
             do: `CheckpointNotFoundError`, `IntegrityError`, `RankMismatchError`,
             `RankFailedError`, `PhaseTimeoutError`, `StorageError`, `UnsafeContentError`. Tensors
             of `state` then hold undefined values, and may change for as long as a storage
-            request takes; no `load_state_dict` was called, unless the error is from one itself.
+            request takes; no `load_state_dict` was called, unless the error is its own.
 
     """
     arguments = locals()

@@ -82,13 +82,13 @@ def _path_of(name: str, stored: str, path: tuple[str | int, ...]) -> tuple[str |
 
 
 class _Entries(Mapping[str, _Entry]):
-    """Entries made when they are read; tensors that are sharded alike share their chunks."""
+    """Entries that are made on access; tensors with equal sharding share their chunks."""
 
     def __init__(self, source: Source, stored_names: Mapping[str, str] | None) -> None:
         self._tensors, self._blobs = source.tensors, source.blobs
         self._stored_names = stored_names
-        # By identity: tensors that are sharded alike share their boxes.
-        self._made: dict[int, ChunkList] = {}
+        # By id() of the boxes, which tensors with equal sharding share.
+        self._chunks: dict[int, ChunkList] = {}
 
     def __getitem__(self, fqn: str) -> _Entry:
         if self._stored_names is not None:
@@ -96,9 +96,9 @@ class _Entries(Mapping[str, _Entry]):
         if fqn in self._blobs:
             return BytesStorageMetadata()
         info = self._tensors[fqn]
-        chunks = self._made.get(id(info.boxes))
+        chunks = self._chunks.get(id(info.boxes))
         if chunks is None:
-            chunks = self._made[id(info.boxes)] = ChunkList(info)
+            chunks = self._chunks[id(info.boxes)] = ChunkList(info)
         return TensorStorageMetadata(
             properties=_properties(info.dtype),
             size=_size(info.shape),
@@ -118,7 +118,7 @@ class _Entries(Mapping[str, _Entry]):
 
 @functools.cache
 def _properties(dtype: str) -> TensorProperties:
-    # One for all: fewer objects are fewer for the collector to look at.
+    # Shared: the garbage collector has fewer objects to traverse.
     return TensorProperties(dtype=getattr(torch, dtype))
 
 
@@ -128,11 +128,11 @@ def _size(shape: tuple[int, ...]) -> torch.Size:
 
 
 class ChunkList(LazyList[ChunkStorageMetadata]):
-    """The chunks of a tensor, as a list that nobody changes; C code takes a real one for empty."""
+    """The chunks of a tensor as a read-only lazy list; C code sees an empty list."""
 
     def __init__(self, info: TensorRecord) -> None:
         self.info = info
-        # Anew each time: they can be changed.
+        # A new object on each access: chunks are mutable.
         super().__init__(len(info.boxes), lambda at: _chunk(info.boxes[at]))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -150,12 +150,12 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 _Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
-"""A read but for the name: target's chunk, its number, the part's place there; then the chunk that
-is stored, its number, the part's place there; and the part's sizes."""
+"""A read without its FQN: offsets and number of the target's chunk, and the part's offsets in it;
+the same of the stored chunk; sizes of the part."""
 
 
 class OwnChunksLoadPlanner(DefaultLoadPlanner):
-    """Plans what `DefaultLoadPlanner` plans, in time that does not grow with the saving world."""
+    """As `DefaultLoadPlanner`, in time that does not grow with the number of ranks that saved."""
 
     def set_up_planner(
         self,
@@ -163,12 +163,12 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        """Flatten the state as save planners do; tensors made of others are replaced by these."""
+        """Flatten the state as save planners do; tensors that wrap others are replaced by these."""
         if not (dist.is_available() and dist.is_initialized()):
-            _materialise(state_dict)
+            _materialize(state_dict)
         _init_state_dict(state_dict)
         self.original_state_dict = state_dict
-        # In this order, as save planners do: the other one loses empty containers in lists.
+        # In the order of save planners: the other order loses empty containers in lists.
         flat, self.mappings = flatten_state_dict(state_dict)
         self.state_dict = _flatten_sharded_tensors(flat)
         unwrap(self.state_dict, self.mappings)
@@ -176,7 +176,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the target of a read: of a tensor in several boxes, the elements of one."""
+        """Return the target of a read; for a tensor of several boxes, a view of the box."""
         value = self.state_dict.get(index.fqn)
         boxed = box_at(value, index) if type(value) is DTensor else None
         return super().lookup_tensor(index) if boxed is None else boxed
@@ -212,25 +212,25 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
-def _materialise(state: Any) -> None:  # noqa: ANN401  # a container, or a value
-    """Give memory to the meta tensors of a state, as torch does where there is a process group."""
+def _materialize(state: Any) -> None:  # noqa: ANN401  # a container, or a value
+    """Allocate the meta tensors of a state, as torch does if there is a process group."""
     items = state.items() if isinstance(state, dict) else enumerate(state)
     for key, value in list(items):
         if type(value) in PLAIN and value.is_meta:
             state[key] = torch.empty_like(value, device=torch.get_default_device())
         elif isinstance(value, dict | list):
-            _materialise(value)
+            _materialize(value)
 
 
 class _ShardingCache:
-    """Chunks and reads of tensors that are sharded alike, worked out once for all of them."""
+    """Chunks and reads, computed once for all tensors with equal sharding."""
 
     def __init__(self) -> None:
         self._own: dict[object, list[ChunkStorageMetadata]] = {}
         self._parts: dict[tuple[int, int], tuple[list[ChunkStorageMetadata], list[_Part]]] = {}
 
     def own(self, value: torch.Tensor) -> list[ChunkStorageMetadata]:
-        """Return the chunks that this rank holds; one list for all that are sharded alike."""
+        """Return the chunks that this rank holds; tensors with equal sharding share the list."""
         key = _sharding_key(value)
         if key is None:
             return _create_chunk_list(value)
@@ -243,7 +243,7 @@ class _ShardingCache:
     def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
         """Return the reads of this rank for a tensor."""
         own = self.own(value)
-        # Both live as long as this object: what is saved in the metadata, what is held in here.
+        # The ids stay valid: the metadata keeps the boxes alive, and `self._own` the chunks.
         key = (id(chunks.info.boxes), id(own))
         if key not in self._parts:
             self._parts[key] = own, list(_parts(chunks, own))
@@ -251,7 +251,7 @@ class _ShardingCache:
 
 
 def _sharding_key(value: torch.Tensor) -> object:
-    """Return a key that is equal for tensors sharded alike; None if only torch knows."""
+    """Return a key that is equal for tensors with equal sharding; None if only torch can tell."""
     local = value._local_tensor if type(value) is DTensor else value  # noqa: SLF001  # to_local() is differentiable, and slow
     if hasattr(local, "__create_chunk_list__"):
         return None
@@ -262,7 +262,7 @@ def _sharding_key(value: torch.Tensor) -> object:
 
 
 def _index(fqn: str, offset: torch.Size, number: int) -> MetadataIndex:
-    # With an offset of its own for each there would be half as many objects more to collect.
+    # The constructor would copy the offset: half as many objects more to collect.
     index = MetadataIndex(fqn, index=number)
     object.__setattr__(index, "offset", offset)
     return index
@@ -273,7 +273,7 @@ def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
     items = []
     for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts:
         index = _index(fqn, dest, number)
-        # A chunk that is sharded as it was saved needs one index: nobody can change it.
+        # A chunk that is loaded as it was saved needs a single index, which is immutable.
         source = index if number == at and dest == saved else _index(fqn, saved, at)
         items.append(ReadItem(kind, index, dest_offsets, source, saved_offsets, sizes))
     return items

@@ -1,4 +1,4 @@
-"""`PerRank`: a value of which every rank saves and loads its own."""
+"""`PerRank`: a value that each rank saves and loads for itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ckpt_storage.format.names import parse_per_rank_key, per_rank_key
 
 
 class RankValues(list[Any]):
-    """The values of all ranks, in order; may be called, as torch calls `values` of a dict."""
+    """The values of all ranks, in order; callable, as torch calls the method `values` of a dict."""
 
     def __init__(self, owner: PerRank, values: Iterable[Any] = ()) -> None:
         super().__init__(values)
         self._owner = owner
 
     def __call__(self) -> list[Any]:
-        """Return what a mapping of these items returns."""
+        """Return the values of `items()`."""
         return [value for _, value in self._owner.items()]
 
 
@@ -55,8 +55,8 @@ class PerRank(dict[str, Any]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]  # a dict has none
 
-    # All that torch's planners and stagers use of a dict. The key depends on the process group,
-    # which may be made after this object.
+    # The methods of a dict that torch's planners and stagers use. The key depends on the process
+    # group, which may be made after this object.
 
     def items(self) -> Any:  # noqa: ANN401  # torch iterates over it
         """Return the key of this rank with its value; during some loads, those of all ranks."""
@@ -96,11 +96,11 @@ class PerRank(dict[str, Any]):
         return {own_key(): self.value} if self._entries is None else self._entries
 
     def prepare(self, saved: Mapping[str, Any]) -> None:
-        """Expect a load of `saved`, a target for each key; `finish` or `abandon` ends it."""
+        """Show `saved`, a target for each key, until `finish` or `abandon` is called."""
         self._entries = dict(saved)
 
     def finish(self) -> None:
-        """Take over what was loaded since `prepare`."""
+        """Set `value` and `values` from what was loaded since `prepare`."""
         entries, self._entries = self._entries, None
         self.values.clear()
         if entries is None:
@@ -112,7 +112,7 @@ class PerRank(dict[str, Any]):
         self.values.extend(entries[key] for key in sorted(entries, key=_rank_of))
 
     def abandon(self) -> None:
-        """Forget what `prepare` expected."""
+        """Undo `prepare`."""
         self._entries = None
 
 
@@ -129,7 +129,7 @@ def own_key() -> str:
 
 @contextmanager
 def prepared_targets(state: Mapping[str, Any], metadata: Metadata) -> Iterator[None]:
-    """Let each `PerRank` of a target state take what the checkpoint has for it, in the block."""
+    """Let each `PerRank` of a target state show the checkpoint's targets for it, in the block."""
     targets = list(_find(state, ()))
     prepared = list[PerRank]()
     try:
@@ -174,9 +174,9 @@ def _saved_under(path: tuple[Any, ...], metadata: Metadata) -> dict[str, Any]:
 
 
 def _inner_path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Return the rest of a path from the key of a rank on, if `name` is what stands before it.
+    """Return the rest of a path from the key of a rank on, if the keys before it make `name`.
 
-    By name: of a value that is loaded under another name only the last part of its path is known.
+    Names are compared, as a renamed value has only the last part of its path.
     """
     for at, key in enumerate(path):
         is_key = parse_per_rank_key(str(key)) is not None

@@ -1,4 +1,4 @@
-"""Where loaded values go in a nested state: under the target's own keys."""
+"""Puts loaded values into a nested state, under the target's own keys."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 
 class ValuePlacer:
-    """Hands objects to a planner; where it is torch's default, under keys that are no texts too.
+    """Passes loaded objects to a planner; for torch's default planner, keeps keys as they are.
 
-    Torch's planners know paths as texts, and set the value of key 5 under "5", beside it.
+    Torch's planners have paths of strings: they set the value of the key 5 under "5", beside it.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -26,11 +26,11 @@ class ValuePlacer:
             and "load_bytes" not in vars(planner)
             and planner.flatten_state_dict
         )
-        # By identity; the containers live as long as the state.
+        # By id(); the containers live as long as the state.
         self._keys: dict[int, dict[str, Any]] = {}
 
     def place(self, item: ReadItem, data: io.BytesIO) -> None:
-        """Hand over one object."""
+        """Set the value that `data` holds at the target of `item`."""
         planner = self._planner
         if not self._is_stock:
             planner.load_bytes(item, data)
@@ -44,7 +44,7 @@ class ValuePlacer:
             default: Any = {} if isinstance(following, str) else []
             key = self._key_in(container, part)
             if isinstance(container, Mapping):
-                container = container.setdefault(key, default)  # type: ignore[attr-defined]  # it can be changed
+                container = container.setdefault(key, default)  # type: ignore[attr-defined]  # it is mutable
                 continue
             _extend(container, key)
             if container[key] is None:
@@ -56,21 +56,21 @@ class ValuePlacer:
         container[key] = value
 
     def _key_in(self, container: Any, part: str | int) -> Any:  # noqa: ANN401  # of any kind
-        """Return the key that flattening spells as `part`."""
+        """Return the key whose string in a flattened path is `part`."""
         if not isinstance(container, Mapping):
             return part
         if part in container and not is_hollow(container[part]):
             return part
         keys = self._keys.get(id(container))
         if keys is None:
-            # Of two keys of one spelling only one has a value with a name.
+            # Of two keys with the same string, only that of a value with a name counts.
             named = {str(key): key for key, value in container.items() if not is_hollow(value)}
             keys = self._keys[id(container)] = {str(key): key for key in container} | named
         return keys.get(str(part), part)
 
 
 def is_hollow(value: object) -> bool:
-    """Return whether a value is a mapping that holds nothing, at any depth."""
+    """Return whether a value is a mapping without leaves, at any depth."""
     return isinstance(value, Mapping) and all(map(is_hollow, value.values()))
 
 

@@ -1,4 +1,4 @@
-"""One load on one rank: opens the checkpoint, plans shared reads, reads and commits."""
+"""The load of a rank: opens the checkpoint, plans shared reads, reads and commits."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ log = logging.getLogger("ckpt_storage")
 _LOCAL_THREADS = 1
 
 _PUBLISH_S = 10.0
-"""The longest time that a load spends on bringing `.metadata` up to date."""
+"""The time limit of a load for updating `.metadata`."""
 
 _REMOTE_THREADS = 16
-"""The most requests in flight; a storage that throttles gets fewer."""
+"""The maximum of requests in flight; fewer if the storage throttles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class LoadSettings:
         return cls(**{**options, "base": base})
 
     def __post_init__(self) -> None:
-        """Raise `InvalidInputError` for settings that cannot be."""
+        """Raise `InvalidInputError` for invalid settings."""
         check_choice("shared_reads", self.shared_reads, Shared)
         check_choice("casts", self.casts, Casts)
         check_rename(self.rename)
@@ -103,19 +103,19 @@ class LoadSettings:
         )
         share = options.part_bytes
         if is_remote:
-            # Most reads go into place, and take one copy beside it, the client's.
+            # Most reads go directly into the target; only the client keeps a copy meanwhile.
             share = max(options.memory_limit_bytes // options.thread_count, share)
         return dataclasses.replace(options, part_bytes=min(share, REMOTE_READ_BYTES))
 
 
 _READERS_ONLY = frozenset({"permission", "unsupported"})
-"""Kinds of errors of a reader that may not write, or of a storage that takes no writes."""
+"""Kinds of the errors of a reader without write permission, or of a read-only storage."""
 
 
 class LoadSession:
-    """One load as this rank sees it, step by step, in one thread; `begin` starts its phases.
+    """The steps of a load on this rank, called in one thread; `begin` starts a phase.
 
-    What opens the checkpoint raises as `CheckpointStorageReader.read_metadata`.
+    Methods that open the checkpoint raise what `CheckpointStorageReader.read_metadata` raises.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LoadSession:
         *,
         begin: Callable[[Phase], Deadline],
     ) -> None:
-        """Begin a load from the URL that `checkpoint_id` leads to."""
+        """Begin a load from `checkpoint_id`, relative to the base URL."""
         self._settings = settings
         self._location = settings.base.join(checkpoint_id)
         self._begin = begin
@@ -151,7 +151,7 @@ class LoadSession:
         }
 
     def open(self) -> Source:
-        """Return the checkpoint, opened if it was not yet. Raises errors of the opening."""
+        """Return the checkpoint, opened on the first call. Raises the errors of opening it."""
         if self._source is None:
             settings = self._settings
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
@@ -167,13 +167,13 @@ class LoadSession:
         return self._source
 
     def metadata(self, *, lazy: bool) -> Metadata:
-        """Open the checkpoint again and return its metadata; `lazy` makes entries when read."""
+        """Open the checkpoint again and return its metadata; `lazy`: entries are made on access."""
         self._source = None
         source = self.open()
         return metadata_of(source, url=self.url, lazy=lazy, stored_names=self._stored_names)
 
     def stored_names(self, plan: LoadPlan) -> Mapping[str, str] | None:
-        """Return the stored name of each value of a plan; None if no value has another name."""
+        """Return the stored name of each value of a plan; None if no values are renamed."""
         names = self._stored_names
         if names is None:
             return None
@@ -181,19 +181,19 @@ class LoadSession:
         return {fqn: names[fqn] for fqn in fqns if fqn in names}
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
-        """Record the rank; the coordinator also publishes the save of a saver that crashed."""
+        """Record the rank; the coordinator also publishes the save of a crashed saver."""
         self._is_coordinator = is_coordinator
         self.rank = rank
         source, store = self.open(), self._opened
         if not is_coordinator or source.save_id is None:
             return
-        # No step of the load: its phases and their time are left alone.
+        # Not a step of the load: it has a deadline of its own.
         limit_s = min(_PUBLISH_S, self._settings.timeouts.load / 2)
         publish = partial(self._publish, store.bounded(Deadline("load", limit_s)), source.save_id)
         if not store.capabilities.is_remote:
             publish()
             return
-        # Two round trips at least, which no byte of the load has to wait for.
+        # It takes at least two round trips, for which the load does not wait.
         name = f"publish {store.url}"
         self._publishing = threading.Thread(target=publish, name=name, daemon=True)
         self._publishing.start()
@@ -207,14 +207,14 @@ class LoadSession:
             # The next saver publishes.
             is_denied = isinstance(error, StorageError) and error.kind in _READERS_ONLY
             level = logging.DEBUG if is_denied else logging.WARNING
-            log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
+            log.log(level, "%s: .metadata was not updated: %s", store.url, error)
 
     def _finish_publishing(self, deadline: Deadline) -> None:
-        """Wait for the thread of `set_up`; raise its error about a newer save."""
+        """Wait for the thread of `set_up`; raise its `FormatError` about a newer save."""
         if self._publishing is not None:
             self._publishing.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
             if self._publishing.is_alive():
-                log.warning("%s: .metadata may not be up to date: no answer in time.", self.url)
+                log.warning("%s: .metadata may be out of date: no response in time.", self.url)
         newer, self._newer, self._publishing = self._newer, None, None
         if newer is not None:
             raise newer
@@ -226,14 +226,14 @@ class LoadSession:
         return {"the checkpoint's URL": self._location.url, "the save to read": save}
 
     def share_unit(self, world_size: int) -> int | None:
-        """Return the longest unit that ranks share; None: they share nothing, and send no plans."""
-        source, wish = self.open(), self._settings.shared_reads
+        """Return the maximum unit of shared reads; None: nothing is shared, and no plan is sent."""
+        source, shared_reads = self.open(), self._settings.shared_reads
         if (
-            wish == "never"
+            shared_reads == "never"
             or world_size == 1
             # A local disk serves all ranks of its host from the page cache; a mount does not.
-            or (wish == "auto" and not self._opened.capabilities.is_remote)
-            or source.format == "dcp"  # where payloads lie is known only to who reads their heads
+            or (shared_reads == "auto" and not self._opened.capabilities.is_remote)
+            or source.format == "dcp"  # offsets of payloads are known only from their headers
         ):
             return None
         return unit_for(self._settings.transfer_options(is_remote=True).part_bytes)
@@ -241,9 +241,9 @@ class LoadSession:
     def share_orders(
         self, plans: list[LoadPlan], stored_names: Sequence[Mapping[str, str] | None]
     ) -> Sequence[ShareOrder | None]:
-        """Return who reads what several ranks need; None: each for itself. Coordinator only.
+        """Return the shared reads of each rank; None: it reads for itself. Coordinator only.
 
-        `stored_names` is what `stored_names` returned on each rank.
+        `stored_names` has the result of the method `stored_names` of each rank.
         """
         source, unit_bytes = self.open(), self.share_unit(len(plans))
         orders = None
@@ -265,10 +265,10 @@ class LoadSession:
         *,
         begin: Callable[[Phase], Deadline] | None = None,
     ) -> None:
-        """Read this rank's items into the planner's targets, and commit them once all is verified.
+        """Read this rank's items into the planner's targets; commit them once all are verified.
 
-        With `links`, which all ranks then give, together with others. `begin` starts the phase in
-        place of the session's own.
+        With `links`, reads are shared; then all ranks pass it. `begin` starts the phase in place
+        of the session's own `begin`.
         """
         source, settings = self.open(), self._settings
         names = self._stored_names or chain(source.tensors, source.blobs)
@@ -284,7 +284,7 @@ class LoadSession:
         with (
             deadline.annotate_errors(f"Loading from {store.url}", rank=self.rank),
             adding_context(source, store, places, effect=effect),
-            # Else torch makes a view of each sharded target that gradients would flow through.
+            # Otherwise torch makes a differentiable view of each sharded target.
             torch.no_grad(),
         ):
             source.store = store
@@ -301,7 +301,7 @@ class LoadSession:
             split = None if settings.shared_reads == "never" else items.split
             with nullcontext() if links is None else links(ranges, split) as parts:
                 own, shared = parts or (items.reads, None)
-                # A disk likes order; servers like to be asked for several things at a time.
+                # Disks are read in order; on servers each rank starts at another read.
                 reads = chunks.plan(own, turn=self.rank if is_remote else None)
                 own_bytes = sum(read.stop - read.start for read in reads)
                 shared_bytes = 0 if shared is None else shared.total_bytes
@@ -334,5 +334,7 @@ def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:
     info = source.tensors[key[0]]
     chunk = info.chunk_at(key[1])
     if chunk is None:
-        raise InvalidInputError(f"A plan asks for {key[0]} at {list(key[1])}, which is no chunk.")
+        raise InvalidInputError(
+            f"A plan asks for {key[0]} at {list(key[1])}, which is not a stored chunk."
+        )
     return chunk.sizes, DTYPES[info.dtype].item_bytes

@@ -1,11 +1,11 @@
-"""Reads that ranks share, so that remote storage sends once what several of them need.
+"""Shared reads: bytes that several ranks need are read from remote storage once.
 
-It is cut into numbered units of a few MiB. One of the ranks reads each and passes it on, in order
-of number. What arrives is held to the checkpoint's own checksums.
+These bytes are divided into numbered units of a few MiB. Each unit has an owner, a rank that reads
+it and sends it to the others, in order of number. Receivers verify the checkpoint's checksums.
 
-It cannot lock up. Take the lowest unit that some rank still misses. All lower ones are delivered,
-so a thread of its owner reads it and sends it to the ranks in turn. Each rank that misses it has a
-thread that waits for it and for nothing else, since units are taken in order. So it moves.
+There is no deadlock. Consider the lowest unit that some rank still lacks. All lower units are
+delivered, so a thread of its owner reads this unit and sends it to one rank after another. Units
+are processed in order, so each rank that lacks it has a thread that waits for this unit alone.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ckpt_storage.transfer.workers import Workers
 
 log = logging.getLogger("ckpt_storage")
 
-_MOST_MEMBERS = 1_000_000
-"""The most pairs of a unit and a rank that wants it; with more, each rank reads for itself.
+_MAX_MEMBERS = 1_000_000
+"""The most pairs of a unit and a rank that needs it; with more, each rank reads for itself.
 
-The coordinator plans them while all others wait: about a second for so many."""
+The coordinator plans this many in about a second, while all other ranks wait."""
 
-_WORTH = 1.5
-"""Sharing must spare a third of what ranks would read of a chunk."""
+_MIN_GAIN = 1.5
+"""Bytes that ranks would read of a chunk by themselves, over those read if it is shared."""
 
-_MOST_UNIT_BYTES = 8 * MIB
-_LEAST_UNIT_BYTES = MIB
+_MAX_UNIT_BYTES = 8 * MIB
+_MIN_UNIT_BYTES = MIB
 
-_LEAST_SAVED_BYTES = 64 * MIB
-"""Sharing pays if it spares so many."""
+_MIN_SAVED_BYTES = 64 * MIB
+"""Sharing pays if it saves at least this many bytes of reads."""
 
-_MOST_GAP_BYTES = 512 * KIB
-"""A rank alone reads over gaps of a region up to this."""
+_MAX_GAP_BYTES = 512 * KIB
+"""A rank that reads for itself reads through gaps of a region up to this length."""
 
 _TAG = 11
-_RECEIVING = 4
-"""Threads that receive: more bring nothing, since checking and copying is what takes time."""
+_MAX_RECEIVERS = 4
+"""Threads that receive; more are of no use, as most of the time goes to checksums and copies."""
 
-_LINK_S = 60.0
-"""Where ranks cannot reach one another within this, each reads for itself."""
+_CONNECT_S = 60.0
+"""If ranks cannot connect to each other within this time, each reads for itself."""
 
 Key = tuple[str, tuple[int, ...]]
 """FQN and offsets of a chunk."""
@@ -94,19 +94,19 @@ class ShareOrder:
 
 
 def unit_for(part_bytes: int) -> int | None:
-    """Return the longest unit for reads in parts of at most `part_bytes`; None: do not share."""
-    unit_bytes = 1 << min(part_bytes, _MOST_UNIT_BYTES).bit_length() - 1
-    return None if unit_bytes < _LEAST_UNIT_BYTES else unit_bytes
+    """Return the maximum unit for reads of at most `part_bytes`; None: do not share."""
+    unit_bytes = 1 << min(part_bytes, _MAX_UNIT_BYTES).bit_length() - 1
+    return None if unit_bytes < _MIN_UNIT_BYTES else unit_bytes
 
 
 def can_plan(member_count: int) -> bool:
-    """Return whether so many pairs of a unit and a rank may be planned; log if not."""
-    if member_count <= _MOST_MEMBERS:
+    """Return whether this many pairs of a unit and a rank may be planned; log it if not."""
+    if member_count <= _MAX_MEMBERS:
         return True
     log.info(
-        "Each rank reads for itself: to share what ranks have in common, one rank would have to "
-        "plan more than %d reads.",
-        _MOST_MEMBERS,
+        "Each rank reads for itself: to share reads, the coordinator would have to plan more than "
+        "%d of them.",
+        _MAX_MEMBERS,
     )
     return False
 
@@ -119,29 +119,29 @@ def plan_shares(
     unit_bytes: int,
     is_forced: bool = False,
 ) -> list[ShareOrder] | None:
-    """Return the order for each rank, None if it does not pay; pure.
+    """Return the order for each rank, None if sharing does not pay; pure.
 
-    `wants` has the regions of each chunk by rank, `shape_of` its sizes and the bytes of an element.
-    Pieces begin at multiples of `unit_bytes`, the longest unit: so a block lies in one unit only.
-    `is_forced`: any saving pays.
+    `wants` has the regions of each chunk by rank; `shape_of` returns its sizes and bytes per
+    element. Pieces begin at multiples of `unit_bytes`, the maximum unit, so no block spans two
+    units. `is_forced`: any saving pays.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values()))):
         return None
     drafts: list[tuple[tuple[int, ...], list[Piece]]] = []
     held_bytes = saved_bytes = member_count = 0
-    alike: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
+    cells: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
     for key, users in common.items():
-        # Tensors that are cut alike, as most of a model's are, are looked at once.
+        # Most tensors of a model are sharded alike: their cells are computed once.
         sizes, item_bytes = shape_of(key)
-        like = (sizes, item_bytes, tuple(users))
-        if like not in alike:
-            alike[like] = list(_cells(sizes, item_bytes, users, unit_bytes))
-        for start, stop, ranks in alike[like]:
-            # Small pieces that follow one another stay together.
+        sharding = (sizes, item_bytes, tuple(users))
+        if sharding not in cells:
+            cells[sharding] = list(_cells(sizes, item_bytes, users, unit_bytes))
+        for start, stop, ranks in cells[sharding]:
+            # Small consecutive pieces of the same ranks make a unit.
             if not drafts or drafts[-1][0] != ranks or held_bytes + stop - start > unit_bytes:
-                # One object for equal ranks: pickled as one.
+                # Equal tuples are the same object, which pickle writes once.
                 drafts.append((groups.setdefault(ranks, ranks), []))
                 held_bytes = 0
             drafts[-1][1].append((key, start, stop))
@@ -150,26 +150,26 @@ def plan_shares(
             member_count += len(ranks)
         if not can_plan(member_count):
             return None
-    if saved_bytes < (1 if is_forced else _LEAST_SAVED_BYTES):
+    if saved_bytes < (1 if is_forced else _MIN_SAVED_BYTES):
         return None
-    mine: list[list[Unit]] = [[] for _ in range(world_size)]
+    by_rank: list[list[Unit]] = [[] for _ in range(world_size)]
     load_bytes = [0] * world_size
     for number, (ranks, pieces) in enumerate(drafts):
         owner = min(ranks, key=load_bytes.__getitem__)
         unit = Unit(number, owner, ranks, tuple(pieces))
         load_bytes[owner] += unit.size_bytes
         for rank in ranks:
-            mine[rank].append(unit)
+            by_rank[rank].append(unit)
     return [
         ShareOrder(rank=rank, units=tuple(units), unit_bytes=unit_bytes)
-        for rank, units in enumerate(mine)
+        for rank, units in enumerate(by_rank)
     ]
 
 
 def _cells(
     sizes: tuple[int, ...], item_bytes: int, users: Sequence[tuple[int, Box]], unit: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield start, stop and ranks of parts of a chunk; none if it is not to be shared."""
+    """Yield start, stop and ranks of parts of a chunk; nothing if it is not worth sharing."""
     total = math.prod(sizes) * item_bytes
     reach: dict[int, tuple[int, int]] = {}
     is_same = all(region == users[0][1] for _, region in users)
@@ -179,16 +179,16 @@ def _cells(
         runs = touched_spans(sizes, box_selection(region), item_bytes)
         extent, count = runs.hull, len(runs)
         gap_bytes = len(extent) - region.volume * item_bytes
-        if count > 1 and not is_same and gap_bytes / (count - 1) > _MOST_GAP_BYTES:
+        if count > 1 and not is_same and gap_bytes / (count - 1) > _MAX_GAP_BYTES:
             return
         low, high = reach.get(rank, (extent.start, extent.stop))
         reach[rank] = min(low, extent.start), max(high, extent.stop)
-    if len(reach) < 2:  # noqa: PLR2004  # nobody else
+    if len(reach) < 2:  # noqa: PLR2004  # a single reader
         return
     low, high = min(start for start, _ in reach.values()), max(stop for _, stop in reach.values())
-    if sum(stop - start for start, stop in reach.values()) < _WORTH * (high - low):
+    if sum(stop - start for start, stop in reach.values()) < _MIN_GAIN * (high - low):
         return
-    # Who wants a cell changes only where somebody's reach begins or ends.
+    # The set of ranks changes only where the reach of a rank begins or ends.
     edges = {low - low % unit}
     for start, stop in reach.values():
         edges |= {start - start % unit, stop + -stop % unit}
@@ -200,7 +200,7 @@ def _cells(
 
 
 class SharedReads:
-    """One rank's part of shared reads; at most `window` units are read, and received, at a time."""
+    """The shared reads of one rank; at most `window` units are read, and received, at a time."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class SharedReads:
         self._reads = reads
         self._peers = peers
         self._deadline = ranges.store.deadline
-        # Each thread has one request under way.
+        # Each thread has a single request in flight.
         options = dataclasses.replace(ranges.options, thread_count=1)
         alone = RangeReader(ranges.store, options, pacer=ranges.pacer)
         self._chunks = ChunkReader(alone, REMOTE_COSTS)
@@ -224,30 +224,30 @@ class SharedReads:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that this rank reads or others read for it."""
+        """Bytes that this rank reads or receives."""
         return sum(unit.size_bytes for unit in self._order.units)
 
     def run(self, read_rest: Callable[[], None], *, on_bytes: Callable[[int], None]) -> None:
-        """Read and pass on, take what others read, and call `read_rest` meanwhile.
+        """Read and send the own units, receive the others, and call `read_rest` meanwhile.
 
-        Raises the first failure, here or elsewhere; nothing is put into a target from then on.
+        Raises the first failure of any rank; targets are not written to after it.
         """
         own = [unit for unit in self._order.units if unit.owner == self._order.rank]
         awaited = [unit for unit in self._order.units if unit.owner != self._order.rank]
         with (
-            self._workers("passing on", own, self._window) as passing,
-            self._workers("receiving", awaited, min(self._window, _RECEIVING)) as receiving,
+            self._workers("sending", own, self._window) as senders,
+            self._workers("receiving", awaited, min(self._window, _MAX_RECEIVERS)) as receivers,
         ):
             try:
-                # First what others wait for.
-                for workers, units in ((passing, own), (receiving, awaited)):
-                    # Used again by the next unit, in whatever thread.
+                # Own units first: other ranks wait for them.
+                for workers, units in ((senders, own), (receivers, awaited)):
+                    # Buffers are reused by the next unit, in any thread.
                     buffers = queue.SimpleQueue[memoryview]()
                     for unit in units:
                         workers.submit(partial(self._run, unit, buffers, on_bytes))
                 read_rest()
-                receiving.drain()
-                passing.drain()
+                receivers.drain()
+                senders.drain()
             except BaseException as error:
                 self._fail(error)
                 if self._failures[0] is not error:
@@ -275,9 +275,9 @@ class SharedReads:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Record why this rank gives up, from any thread, and report it to the others at once."""
+        """Record a failure of this rank and report it to the others at once; thread-safe."""
         self._failures.append(error)
-        # Other threads give up from here on, and may report first.
+        # From here on other threads fail, too; the first failure is reported.
         error = self._failures[0]
         if not isinstance(error, CheckpointError):
             error = CheckpointError(
@@ -289,7 +289,7 @@ class SharedReads:
         self._deadline.monitor.failed(error)
 
     def _move(self, unit: Unit, buffer: memoryview) -> None:
-        """Read a unit, put it into targets and pass it on; or receive, check and put it."""
+        """Read an own unit, copy it to the targets and send it; or receive, check and copy it."""
         parts: list[tuple[Sequence[ChunkRead], int, memoryview]] = []
         at, tag, is_own = 0, _TAG + unit.number, unit.owner == self._order.rank
         for key, start, stop in unit.pieces:
@@ -305,8 +305,8 @@ class SharedReads:
         for wants, start, part in parts:
             for read in wants:
                 if self._failures:
-                    # The caller may use the targets again, though this thread came back late.
-                    raise CheckpointError(f"The load of rank {self._order.rank} was given up.")
+                    # The load has failed, and its caller may use the targets again.
+                    raise CheckpointError(f"The load of rank {self._order.rank} has failed.")
                 put(read, start, part)
         if is_own:
             for rank in unit.ranks:
@@ -316,7 +316,7 @@ class SharedReads:
             self._deadline.monitor.advanced(len(buffer))
 
     def _check_received(self, owner: int, want: ChunkRead, start: int, part: memoryview) -> None:
-        """Check a piece that a peer sent; one that does not match is read from the storage."""
+        """Check a piece that a peer sent; read it from the storage if its checksum differs."""
         try:
             want.place.check(part, start)
         except IntegrityError as error:
@@ -329,7 +329,7 @@ Links = Callable[
     [RangeReader, Callable[[ShareOrder], _Split | None] | None],
     AbstractContextManager[tuple[Sequence[ChunkRead], SharedReads] | None],
 ]
-"""Opens the shared reads of one rank: `joined`, bound to its operation."""
+"""Opens the shared reads of a rank: `joined`, bound to its operation."""
 
 
 @contextmanager
@@ -340,14 +340,14 @@ def joined(
     ranges: RangeReader,
     split: Callable[[ShareOrder], _Split | None] | None,
 ) -> Iterator[tuple[Sequence[ChunkRead], SharedReads] | None]:
-    """Yield the reads of this rank alone and the shared ones; None if any rank cannot share.
+    """Yield the unshared reads and the shared ones; None if any rank cannot share.
 
-    `split` returns the reads of a rank in these two groups; None: this rank shares nothing.
+    `split` returns the reads of this rank in these two groups; None: it cannot share.
     """
     options, parts = ranges.options, None
-    # A unit goes through one buffer, which must not be more than a part may be.
-    most_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
-    if split is not None and order.unit_bytes <= most_bytes:
+    # A unit needs a buffer, whose size is limited like that of a part.
+    max_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
+    if split is not None and order.unit_bytes <= max_bytes:
         parts = split(order)
     gather, deadline = operation.all_gather, ranges.store.deadline
     is_joined = all(gather(parts is not None)) and all(gather(_connect(operation, peers, deadline)))
@@ -355,12 +355,12 @@ def joined(
         if parts is None or not is_joined:
             yield None
         else:
-            # With what a client holds of each; the rest is for this rank's own reads.
+            # Half of the memory, and half of that for the client's copies.
             window = options.memory_limit_bytes // (4 * order.unit_bytes)
             window = max(1, min(window, options.thread_count))
             yield parts[0], SharedReads(order, parts[1], peers, ranges, window=window)
     except BaseException:
-        # No rank waits for messages in flight any more.
+        # No rank waits for the messages in flight any longer.
         is_joined = False
         raise
     finally:
@@ -370,7 +370,7 @@ def joined(
 
 def _connect(operation: Operation, peers: Peers, deadline: Deadline) -> bool:
     try:
-        peers.connect(deadline, limit_s=_LINK_S)
+        peers.connect(deadline, limit_s=_CONNECT_S)
     except CheckpointError as error:
         failure = operation.failure()
         if failure is not None:

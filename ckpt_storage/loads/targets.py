@@ -1,4 +1,4 @@
-"""The values of a target against those of a checkpoint: errors and warnings for what differs."""
+"""Compares the values of a target with those of a checkpoint: errors and warnings."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def find_mismatch(
         return InvalidInputError(
             f"{len(shapes)} targets have other shapes than the tensors of {url}: {_shown(shapes)}.",
             phase="load",
-            next_step="Build the model with the configuration that was saved, or leave these out "
-            "of the target.",
+            next_step="Build the model with the configuration that was saved, or remove these from "
+            "the target.",
         )
     return None
 
@@ -104,7 +104,7 @@ def find_duplicate(state: Mapping[str, Any]) -> InvalidInputError | None:
                 f"Two values of the target are called {name!r}: those under {list(paths[name])} "
                 f"and {list(path)}.",
                 phase="load",
-                next_step="Rename one of them: nested keys are joined by dots.",
+                next_step="Rename either value: nested keys are joined by dots.",
             )
     return None
 
@@ -130,10 +130,10 @@ def warn_of_unfilled(state: object, names: Iterable[str], url: str) -> None:
         first = _first_at(ordered, prefix)
         if first is not None:
             log.warning(
-                "%s has %s, for which the target has no place: it is not loaded, nor is what else "
-                "lies in %r. An optimizer makes its state in its first step: load into "
+                "%s has %s, but the target has no entry for it: it is not loaded, nor is anything "
+                "else in %r. An optimizer creates its state in its first step. Load into "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
-                "optimizer), which makes it before.",
+                "optimizer), which creates it before.",
                 *(url, first, prefix),
             )
             return

@@ -12,7 +12,7 @@ from ckpt_storage.background.saver import AsyncSaver
 from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.loads.tensors import plain_state
+from ckpt_storage.loads.states import plain_state
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.save import save_on
 

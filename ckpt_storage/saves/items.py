@@ -18,7 +18,8 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.layouts import check_layout
-from ckpt_storage.loads.tensors import PLAIN, dtype_name, is_freed, plain_names
+from ckpt_storage.loads.states import plain_names
+from ckpt_storage.loads.tensors import PLAIN, dtype_name, is_freed
 
 from .blobs import pickled, pickles_plainly
 from .devices import DeviceReader, byte_view

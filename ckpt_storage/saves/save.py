@@ -29,7 +29,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.consolidate import ConsolidateSpec, run_consolidate
-from ckpt_storage.loads.tensors import plain_state
+from ckpt_storage.loads.states import plain_state
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
     DEFAULT_GROUPS,

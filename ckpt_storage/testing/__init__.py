@@ -1,1 +1,1 @@
-"""What users of this package test with: an S3 server with faults, and test suites for stores."""
+"""Test tools for users of this package: an S3 server with faults, and test suites for stores."""

@@ -1,7 +1,7 @@
-"""The facts of the store suite about calls that fail in passing, by rules beside the backend.
+"""Facts of the store suite about calls that fail temporarily, by faults around the backend.
 
-The backend itself does not fail: what it must do is to bear that a call comes again, or that nobody
-heard that it succeeded.
+The backend itself does not fail: it must cope with retries, and with successful calls whose
+response is lost.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ONCE = RetryPolicy(attempt_count=1)
 
 
 class FaultFacts:
-    """Facts about calls that are repeated; the fixtures are `StoreSuite`'s."""
+    """Facts about calls that are retried; the fixtures are `StoreSuite`'s."""
 
     @pytest.fixture
     def faulty(self, backend: Backend) -> Iterator[OpenFaulty]:
-        """What opens stores whose backend plays rules; they are closed."""
+        """A function that opens stores with faults; they are closed at the end."""
         with contextlib.ExitStack() as opened:
 
             def open_faulty(policy: RetryPolicy, *rules: Rule) -> Store:
@@ -50,10 +50,10 @@ class FaultFacts:
     def test_what_fails_in_passing_is_made_good(
         self, store: Store, faulty: OpenFaulty, size: int, operation: str, action: Action
     ) -> None:
-        """A step that fails twice, done or not, is repeated or settled; no upload stays open."""
+        """A step that fails twice, done or not, is retried or resolved; no upload stays open."""
         known = store.capabilities
         if (operation, action, known.parallel_parts) == ("put_part", "lost_answer", False):
-            pytest.skip("a part of a stream that was lost cannot be sent again")
+            pytest.skip("a part of a stream cannot be sent again after a lost response")
         failing = faulty(_OFTEN, Rule(action=action, operation=operation, hit_count=2))
         for parts in ([pattern(size), b"tail"], [b"small"]):
             upload = failing.upload("saves/a/x")
@@ -67,11 +67,11 @@ class FaultFacts:
             upload.write_part(1, size, [memoryview(b"tail")], last=True)
             upload.complete(size + 4, receipts=member.receipts())
             assert store.get("saves/a/y").data == pattern(size) + b"tail"
-        given_up = failing.upload("saves/a/z")
-        given_up.write_part(0, 0, [memoryview(pattern(size))], last=False)
-        given_up.abort()
+        aborted = failing.upload("saves/a/z")
+        aborted.write_part(0, 0, [memoryview(pattern(size))], last=False)
+        aborted.abort()
         assert len(store.list("")) == 1 + known.tokens_travel
-        # Nobody knows the name of an upload whose start got no answer.
+        # The id of an upload is unknown if the response to its creation is lost.
         is_unknown = (operation, action) == ("begin_upload", "lost_answer")
         assert is_unknown or store.abort_uploads("") == 0
 
@@ -79,15 +79,15 @@ class FaultFacts:
     def test_what_nobody_saw_complete_is_taken_back(
         self, store: Store, faulty: OpenFaulty, size: int, operation: str
     ) -> None:
-        """It may have worked, nobody can tell: nothing of it stays, even if it cannot be aborted.
+        """An object with an unknown outcome is deleted, even if the upload cannot be aborted.
 
-        What another put meanwhile stays.
+        An object that another client put meanwhile stays.
         """
         upload = store.upload("saves/a/x")
         send(upload, [b"small"])
         upload.complete(5)
         if store.stat("saves/a/x").write_id is None or not store.capabilities.is_remote:
-            pytest.skip("nobody could tell whose it is")
+            pytest.skip("the backend does not identify the writer of an object")
         parts = [b"small"] if operation == "put" else [pattern(size), b"tail"]
         lost = Rule(action="lost_answer", operation=operation, hit_count=None)
         blind = Rule(action="error", operation="stat")
@@ -101,5 +101,5 @@ class FaultFacts:
                 store.put("saves/a/x", b"another's")
             with contextlib.suppress(StorageError):
                 upload.abort()
-            left = [store.get(entry.path).data for entry in store.list("saves")]
-            assert left == ([] if is_ours else [b"another's"])
+            remaining = [store.get(entry.path).data for entry in store.list("saves")]
+            assert remaining == ([] if is_ours else [b"another's"])

@@ -1,9 +1,9 @@
-"""A backend that fails as it is told to; `posix_faults` plays the same script for system calls.
+"""A backend that injects scripted faults; `posix_faults` does so for system calls.
 
     store = Store(FaultBackend(MemoryBackend(), [Rule(action="lost_answer")]), url="memory://x")
 
-A crash is a `SimulatedCrash`: once raised, every later operation of the wrapper raises it too, from
-any thread, as if the process had died. What the storage then holds, another store tells.
+A crash is a `SimulatedCrash`: once raised, every later operation of the wrapper raises it too, in
+any thread, as if the process had died. Inspect the storage then with another store.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ hang: it is done only once `Script.release` is called.
 
 
 class SimulatedCrash(BaseException):
-    """The process is dead as far as the test is concerned; never caught by code under test."""
+    """Stands for the death of the process; code under test never catches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One operation that was asked for, in the order of asking."""
+    """A call of an operation."""
 
     operation: str
     path: str
@@ -51,14 +51,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """When to do what.
+    """Calls that get a fault, and the fault.
 
-    operation, path: regular expressions, the first for the whole name of the operation, the
-        second searched for in the path; an empty one matches all.
-    skip_count: matching calls that pass before the first is hit.
-    hit_count: how many are hit; None: all that follow.
-    kind, retryable: of the `StorageError` a backend raises.
-    errno: of the `OSError` a system call raises.
+    operation, path: regular expressions; the first must match the whole name of the operation, the
+        second any part of the path. An empty pattern matches all.
+    skip_count: matching calls before the first fault.
+    hit_count: calls with the fault; None: all that follow.
+    kind, retryable: of the `StorageError` that a backend raises.
+    errno: of the `OSError` that a system call raises.
     """
 
     action: Action
@@ -73,18 +73,18 @@ class Rule:
 
 
 def storage_error(rule: Rule, path: str) -> StorageError:
-    """Return what a backend raises by a rule."""
+    """Return the error that a backend raises by a rule."""
     kind = UnsupportedByStoreError if rule.kind == "unsupported" else StorageError
-    message = f"A rule of the test says so ({rule.action} of {path})."
+    message = f"Fault injected by a rule of the test ({rule.action} of {path})."
     return kind(message, kind=rule.kind, retryable=rule.retryable)
 
 
 class Script:
-    """Rules being followed: counts the calls, picks the rule, plays its action; thread-safe.
+    """Counts the calls, chooses the rule and plays its action; thread-safe.
 
-    The first rule that hits is played. `calls` is the log, also of calls that no rule
-    matched, so that a dry run without rules counts the places a fault can be put.
-    error: makes what is raised of a rule and a path. on_crash: called when the process dies.
+    The first rule that applies is played. `calls` logs all calls, so that a run without rules
+    counts the possible places of a fault.
+    error: makes the exception from a rule and a path. on_crash: called when the process dies.
     """
 
     def __init__(
@@ -105,20 +105,20 @@ class Script:
         self.crashed = False
 
     def release(self) -> None:
-        """Let everything that hangs, now or later, go on."""
+        """Resume all operations that hang, now or later."""
         self._released.set()
 
     def wait_hung(self, timeout_s: float) -> bool:
-        """Wait until one more operation hangs; return whether that came to be."""
+        """Wait until another operation hangs; return False if none does in time."""
         return self._hung.acquire(timeout=timeout_s)
 
     def play(
         self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
     ) -> T:
-        """Do one operation as the rules will have it.
+        """Perform an operation by the rules.
 
-        `half` does half of it, for "torn" and "short"; without it these raise
-        `InvalidInputError`, so that no test believes in a fault that did not happen.
+        `half` performs half of it, for "torn" and "short"; without it these raise
+        `InvalidInputError`, so that no test relies on a fault that did not happen.
         """
         rule = self._next(operation, path)
         if rule is None:
@@ -180,18 +180,18 @@ def played(
     *,
     target: int = 0,
 ) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that plays the script of its object; `half` does half with the inner one.
+    """Return a method that plays the script of its object; `half` calls the inner one by halves.
 
-    The argument at `target` is what the operation is about, as `path_of` of the object tells.
+    `path_of` of the object returns the path of the argument at position `target`.
     """
     operation = method.__name__
 
     def play(self: Any, /, *args: P.args, **more: P.kwargs) -> T:  # noqa: ANN401  # two classes
         call: Callable[P, T] = getattr(self.inner, operation)
-        given = [*args, *more.values(), ""]
+        arguments = [*args, *more.values(), ""]
         result: T = self.script.play(
             operation + (_condition(**more) if operation == "put" else ""),
-            self.path_of(given[target]),
+            self.path_of(arguments[target]),
             lambda: call(*args, **more),
             half and (lambda: half(self.inner, *args, **more)),
         )
@@ -209,13 +209,13 @@ def _half(whole: Sequence[T]) -> Sequence[T]:
 
 
 def _stat_half(inner: Backend, path: str) -> ObjectInfo:
-    found = inner.stat(path)
-    return replace(found, size_bytes=found.size_bytes // 2)
+    info = inner.stat(path)
+    return replace(info, size_bytes=info.size_bytes // 2)
 
 
 def _get_half(inner: Backend, path: str, *, max_bytes: int | None) -> Content:
-    found = inner.get(path, max_bytes=max_bytes)
-    return replace(found, data=found.data[: len(found.data) // 2])
+    content = inner.get(path, max_bytes=max_bytes)
+    return replace(content, data=content.data[: len(content.data) // 2])
 
 
 def _list_half(inner: Backend, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
@@ -229,9 +229,9 @@ def _delete_half(inner: Backend, path: str) -> None:
 class FaultBackend(Backend):
     """A `Backend` around another that plays a `Script`; without rules it only keeps a log.
 
-    Operations bear the names of the methods; `put` is "put_absent" or "put_match" where it has
-    a condition, and a listing is one operation. The path of `delete` and `make_folders` is all
-    of them, with spaces between. What asks nothing of a storage, and `close`, obey no rule.
+    Operations have the names of the methods; `put` is "put_absent" or "put_match" if it has a
+    condition, and a listing is a single operation. The path of `delete` and `make_folders` is all
+    their paths, separated by spaces. Methods without requests, and `close`, have no faults.
     """
 
     def __init__(self, inner: Backend, rules: Sequence[Rule] = ()) -> None:
@@ -241,7 +241,7 @@ class FaultBackend(Backend):
         self.script = Script(rules)
 
     def path_of(self, target: str | Sequence[str]) -> str:
-        """Return what an operation is about: a path, or several with spaces between."""
+        """Return the path of an operation, or its paths separated by spaces."""
         return target if isinstance(target, str) else " ".join(target)
 
     stat = played(Backend.stat, _stat_half)
@@ -285,17 +285,17 @@ class FaultBackend(Backend):
     server_time = played(Backend.server_time)
 
     def close(self) -> None:
-        """Close the inner backend: a dead process closes all, too."""
+        """Close the inner backend, also after a crash: a dead process closes its connections."""
         self.inner.close()
 
     def durability_problem(self) -> str:
-        """Return what the inner backend says."""
+        """Return the result of the inner backend."""
         return self.inner.durability_problem()
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Return what the inner backend says."""
+        """Return the result of the inner backend."""
         return self.inner.copy_source(path)
 
     def explain(self, error: BaseException) -> StorageError | None:
-        """Return what the inner backend says."""
+        """Return the result of the inner backend."""
         return self.inner.explain(error)

@@ -1,4 +1,4 @@
-"""System calls that fail as they are told to, for testing file systems call by call."""
+"""System calls with scripted faults, for testing file systems call by call."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _os_error(rule: Rule, path: str) -> OSError:
 class FaultPosix(Posix):
     """System calls around others that play a `Script`.
 
-    Operations bear the names of the methods; the path of a call on a descriptor is that
-    of the file, and that of a renaming or a link the new one. "torn" and "short" apply to
-    writes, "short" to `preadv`. A crash closes every descriptor, as the death of a process does.
+    Operations have the names of the methods; the path of a call on a descriptor is that of the
+    file, and the path of `rename` and `link` is the new one. "torn" and "short" apply to writes,
+    "short" also to `preadv`. A crash closes every descriptor, as the death of a process does.
     """
 
     def __init__(self, rules: Sequence[Rule] = (), inner: Posix | None = None) -> None:
@@ -39,7 +39,7 @@ class FaultPosix(Posix):
 
     @property
     def open_count(self) -> int:
-        """How many descriptors are open now."""
+        """The number of open descriptors."""
         return len(self._open_paths)
 
     def path_of(self, target: object) -> str:
@@ -47,7 +47,7 @@ class FaultPosix(Posix):
         return target if isinstance(target, str) else self._open_paths.get(target, "")  # type: ignore[call-overload]
 
     def open_new(self, path: str) -> int:
-        """Create a file; with a lost answer the file is there and its descriptor is not."""
+        """Create a file; with "lost_answer" the file exists, and its descriptor is closed."""
         return self._open(self.inner.open_new, path)
 
     def open_read(self, path: str) -> int:
@@ -55,7 +55,7 @@ class FaultPosix(Posix):
         return self._open(self.inner.open_read, path)
 
     def open_write(self, path: str) -> int:
-        """Open a file that another process made."""
+        """Open a file that another process created."""
         return self._open(self.inner.open_write, path)
 
     pwritev = played(
@@ -69,7 +69,7 @@ class FaultPosix(Posix):
     link = played(Posix.link, target=1)
 
     def close(self, fd: int) -> None:
-        """Release a descriptor, whatever the rules say, as Linux does."""
+        """Release a descriptor whatever the fault, as Linux does."""
         try:
             self.script.play("close", self.path_of(fd), lambda: self._really_close(fd))
         finally:

@@ -1,4 +1,4 @@
-"""System calls over a disk that forgets what was not synced when the power is cut."""
+"""System calls over a disk that loses unsynced data when the power is cut."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["PowerCutPosix"]
 
 
 class PowerCutPosix(Posix):
-    """System calls that remember how to undo what is not yet durable.
+    """System calls that can undo whatever is not durable yet.
 
-    `graveyard` is a folder on the same file system that keeps what was replaced or removed.
+    `graveyard` is a folder on the same file system that keeps replaced and removed files.
     """
 
     def __init__(self, graveyard: Path) -> None:
@@ -28,11 +28,10 @@ class PowerCutPosix(Posix):
         graveyard.mkdir(parents=True, exist_ok=True)
 
     def power_cut(self, lost: Literal["data and names", "data"]) -> None:
-        """Make the file system what it may be after a power cut at this moment.
+        """Put the file system into a state that is possible after a power cut.
 
-        "data and names": nothing that was not synced survives. "data": names made it to
-        the disk before the content they lead to, as delayed allocation has it; such
-        content is zeros.
+        "data and names": nothing unsynced survives. "data": names reached the disk before their
+        content, as with delayed allocation; unsynced content is zeros.
         """
         if lost == "data and names":
             for _, undo in reversed(self._undo):
@@ -53,19 +52,19 @@ class PowerCutPosix(Posix):
     def open_new(self, path: str) -> int:
         """Create a file whose name is not durable."""
         fd = super().open_new(path)
-        self._pending(path, lambda: Path(path).unlink(missing_ok=True))
+        self._add_undo(path, lambda: Path(path).unlink(missing_ok=True))
         return fd
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write content that is not durable."""
-        self._soil(fd)
+        self._mark_dirty(fd)
         return super().pwritev(fd, buffers, offset)
 
     def fsync(self, fd: int) -> None:
         """Make content durable, but no name."""
         super().fsync(fd)
-        found = os.fstat(fd)
-        kept = self._dirty.pop((found.st_dev, found.st_ino), None)
+        status = os.fstat(fd)
+        kept = self._dirty.pop((status.st_dev, status.st_ino), None)
         if kept is not None:
             os.close(kept)
 
@@ -79,8 +78,8 @@ class PowerCutPosix(Posix):
         ]
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file; undone, both names lead to what they led to before."""
-        replaced = self._buried(target) if Path(target).exists() else None
+        """Rename a file; the undo restores both names."""
+        replaced = self._bury(target) if Path(target).exists() else None
         super().rename(source, target)
 
         def undo() -> None:
@@ -88,48 +87,48 @@ class PowerCutPosix(Posix):
             if replaced is not None:
                 os.link(replaced, target)
 
-        self._pending(target, undo)
+        self._add_undo(target, undo)
 
     def link(self, source: str, target: str) -> None:
         """Link a file."""
         super().link(source, target)
-        self._pending(target, lambda: Path(target).unlink())
+        self._add_undo(target, lambda: Path(target).unlink())
 
     def unlink(self, path: str) -> None:
-        """Unlink a file; undone, it is back."""
-        buried = self._buried(path)
+        """Unlink a file; the undo restores it."""
+        buried = self._bury(path)
         super().unlink(path)
-        self._pending(path, lambda: os.link(buried, path))
+        self._add_undo(path, lambda: os.link(buried, path))
 
     def mkdir(self, path: str) -> None:
-        """Make a folder; undone, it is gone with all it holds."""
+        """Create a folder; the undo removes it with its content."""
         super().mkdir(path)
-        self._pending(path, lambda: shutil.rmtree(path))
+        self._add_undo(path, lambda: shutil.rmtree(path))
 
     def rmdir(self, path: str) -> None:
-        """Remove a folder; undone, it is back and empty."""
+        """Remove a folder; the undo creates it, empty."""
         super().rmdir(path)
-        self._pending(path, lambda: Path(path).mkdir())
+        self._add_undo(path, lambda: Path(path).mkdir())
 
-    def _soil(self, fd: int) -> None:
-        """Note that a file has content that a power cut takes."""
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) not in self._dirty:
-            self._dirty[found.st_dev, found.st_ino] = os.dup(fd)
+    def _mark_dirty(self, fd: int) -> None:
+        """Record that a file has unsynced content."""
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) not in self._dirty:
+            self._dirty[status.st_dev, status.st_ino] = os.dup(fd)
 
     @staticmethod
     def _is_gone(folder: str, synced: str) -> bool:
-        """Return whether a folder is, or lies in, one that was removed from a synced folder."""
+        """Return whether a folder, or a parent of it, was removed from a synced folder."""
         below = Path(folder)
         if not below.is_relative_to(synced):
             return False
         return not Path(synced, below.relative_to(synced).parts[0]).exists()
 
-    def _pending(self, path: str, undo: Callable[[], None]) -> None:
+    def _add_undo(self, path: str, undo: Callable[[], None]) -> None:
         self._undo.append((str(Path(path).parent), undo))
 
-    def _buried(self, path: str) -> Path:
-        """Return a second link of a file, which outlives its name."""
+    def _bury(self, path: str) -> Path:
+        """Return a second link of a file, kept in the graveyard."""
         kept = self._graveyard / str(next(self._numbers))
         os.link(path, kept)
         return kept

@@ -1,7 +1,7 @@
-"""Ranks for tests: processes that join a gloo group, run functions together and are ended for sure.
+"""Ranks for tests: processes that join a gloo group, run functions together and always end.
 
-They are forked from one process that has imported torch, and a `RankPool` keeps them. Functions and
-their arguments travel by pickle, so a function is defined at the top of a module.
+A `RankPool` forks them from a process that has imported torch. Functions and their arguments are
+pickled, so a function must be defined at the top level of a module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["RankOutcome", "RankPool", "RanksFailedError", "run_ranks"]
 T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 30.0
-"""How long a rank waits in a collective for its peers."""
+"""Timeout of a collective."""
 
 _STOP_TIMEOUT_S = 10.0
 
@@ -48,10 +48,10 @@ _PRELOADED = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutcome(Generic[T]):
-    """What one rank returned, or why it did not.
+    """The result of a rank, or its failure.
 
-    `failure` is None for a rank that returned `value`; otherwise the text of its traceback, or
-    how it died. `error` is the exception if it could travel.
+    `failure` is None for a rank that returned `value`; otherwise the text of its traceback, or how
+    it died. `error` is the exception, if it can be pickled.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class RankOutcome(Generic[T]):
 
 
 class RanksFailedError(AssertionError):
-    """At least one rank did not return; `outcomes` has all of them, in order of rank."""
+    """At least one rank did not return; `outcomes` has those of all ranks, in order."""
 
     def __init__(self, outcomes: Sequence[RankOutcome[Any]]) -> None:
         self.outcomes = tuple(outcomes)
@@ -78,8 +78,8 @@ class RankPool:
     """`world_size` live processes that run functions as ranks; a context manager.
 
     Each function has a process group of its own. A process starts with the first job that needs it,
-    and anew after a job in which a rank died or that did not end in time. All end, with what they
-    started, with `close`, with the interpreter, and with this process however it ends.
+    and again after a job in which a rank died or timed out. All end, with their child processes, on
+    `close`, at interpreter exit, and with this process however it ends.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
@@ -88,7 +88,7 @@ class RankPool:
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._job_count = 0
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
-        # Runs before multiprocessing waits at exit for processes that nobody told to end.
+        # Runs before multiprocessing's exit handler, which would wait for these processes.
         self._finalize = Finalize(self, _discard, (self._ranks, self._folder), exitpriority=100)
 
     def __enter__(self) -> Self:
@@ -108,10 +108,10 @@ class RankPool:
         world_size: int | None = None,
         timeout_s: float | None = None,
     ) -> list[T]:
-        """Return what `function(rank, *args)` returned on each rank.
+        """Return the results of `function(rank, *args)` on all ranks.
 
         The default group has the first `world_size` processes. Raises `RanksFailedError` unless
-        all of them returned in time.
+        all ranks return in time.
         """
         outcomes = self.outcomes(function, *args, world_size=world_size, timeout_s=timeout_s)
         if any(outcome.failure is not None for outcome in outcomes):
@@ -125,10 +125,10 @@ class RankPool:
         world_size: int | None = None,
         timeout_s: float | None = None,
     ) -> list[RankOutcome[T]]:
-        """Run `function(rank, *args)` on each rank and return how each ended.
+        """Run `function(rank, *args)` on each rank and return the outcomes.
 
-        A rank that died or did not end within `timeout_s` has a failure that says so. Raises
-        `InvalidInputError` for more ranks than there are, or a closed pool.
+        A rank that dies or does not return within `timeout_s` has a failure that says so. Raises
+        `InvalidInputError` for more ranks than the pool has, or a closed pool.
         """
         count = self.world_size if world_size is None else world_size
         if not 1 <= count <= self.world_size or not self._finalize.still_active():
@@ -138,19 +138,19 @@ class RankPool:
         self._start(count)
         self._job_count += 1
         job: _Job = (function, args, count, str(Path(self._folder) / f"job-{self._job_count}"))
-        # Pickled once and here, so that what does not pickle is the caller's own exception.
+        # Pickled here, so that a pickling error is raised to the caller.
         packed = pickle.dumps(job)
         for _, connection in self._ranks[:count]:
             connection.send_bytes(packed)
         end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        left: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(count)}
+        pending: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(count)}
         late = "It did not end in time."
         outcomes: list[RankOutcome[T]]
         outcomes = [RankOutcome(rank=rank, failure=late) for rank in range(count)]
         is_broken = False
-        while left and (ready := wait(list(left), max(0.0, end - time.monotonic()))):
-            for one in ready:
-                rank = left.pop(one)
+        while pending and (ready := wait(list(pending), max(0.0, end - time.monotonic()))):
+            for readable in ready:
+                rank = pending.pop(readable)
                 process, connection = self._ranks[rank]
                 try:
                     outcomes[rank] = connection.recv()
@@ -159,7 +159,7 @@ class RankPool:
                     process.join(_STOP_TIMEOUT_S)
                     died = f"It died with exit code {process.exitcode}."
                     outcomes[rank] = RankOutcome(rank=rank, failure=died)
-        if left or is_broken:
+        if pending or is_broken:
             _kill(self._ranks)
         return outcomes
 
@@ -168,7 +168,7 @@ class RankPool:
         context.set_forkserver_preload(_PRELOADED)
         for rank in range(len(self._ranks), count):
             ours, theirs = context.Pipe()
-            # The server of forks has the environment of the time when it began.
+            # The fork server has the environment of its start.
             args = (rank, theirs, dict(os.environ))
             process = context.Process(target=_rank_main, args=args, name=f"rank {rank}")
             process.start()
@@ -181,14 +181,14 @@ def run_ranks(
 ) -> list[RankOutcome[T]]:
     """Run `function(rank, *args)` on `world_size` new processes that form a gloo group.
 
-    Returns how each ended, in order of rank; no process is left, whatever happened.
+    Returns the outcomes, in order of rank; all processes have ended.
     """
     with RankPool(world_size, timeout_s=timeout_s) as pool:
         return pool.outcomes(function, *args)
 
 
 def _discard(ranks: list[tuple[ForkServerProcess, Connection]], folder: str) -> None:
-    """End the processes and what they started, and remove the folder."""
+    """End the processes and their children, and remove the folder."""
     for _, connection in ranks:
         connection.close()
     end = time.monotonic() + _STOP_TIMEOUT_S
@@ -199,12 +199,12 @@ def _discard(ranks: list[tuple[ForkServerProcess, Connection]], folder: str) -> 
 
 
 def _kill(ranks: list[tuple[ForkServerProcess, Connection]]) -> None:
-    """End the processes and all that they started, now; none is left in the list."""
+    """Kill the processes and their children, and clear the list."""
     for process, connection in ranks:
         connection.close()
         if process.pid is not None:
             process.kill()
-            # What it started outlives it. Before its first step it has no group of its own.
+            # Its children outlive it. Until `setsid` it has no process group of its own.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     for process, _ in ranks:
@@ -217,10 +217,10 @@ def _rank_main(rank: int, connection: Connection, environment: dict[str, str]) -
     """Run jobs until the other end of the pipe is closed."""
     os.environ.clear()
     os.environ.update(environment)
-    # A group of its own, so that what a job starts can be ended with it.
+    # A process group of its own, so that children of a job can be killed with it.
     os.setsid()
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
-    # What was imported so far stays: without it, to collect after each job costs nearly nothing.
+    # Imported objects stay: without them, a collection after each job takes little time.
     gc.freeze()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -229,7 +229,7 @@ def _rank_main(rank: int, connection: Connection, environment: dict[str, str]) -
         try:
             packed = connection.recv_bytes()
         except EOFError:
-            # Taking torch down in order costs seconds; what jobs started, the parent ends.
+            # An orderly exit of torch takes seconds; the parent kills children of jobs.
             os._exit(0)
         connection.send(_outcome(rank, packed))
 
@@ -242,25 +242,25 @@ def _end_with_parent() -> None:
 
 
 def _outcome(rank: int, packed: bytes) -> RankOutcome[Any]:
-    """Run one job; return what can travel of how it ended."""
+    """Run a job; return its outcome, which can be pickled."""
     try:
         value = _run_in_group(rank, *pickle.loads(packed))  # noqa: S301  # from our own parent
         pickle.dumps(value)
         return RankOutcome(rank=rank, value=value)
     except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
         copy = None
-        with contextlib.suppress(Exception):  # any failure means: cannot travel
+        with contextlib.suppress(Exception):  # any failure means: no pickle
             copy = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
         return RankOutcome(rank=rank, failure=traceback.format_exc(), error=copy)
     finally:
-        # What a job left behind, shared memory among it, must not pile up.
+        # Garbage of a job, such as shared memory, must not accumulate.
         gc.collect()
 
 
 def _run_in_group(
     rank: int, function: Callable[..., T], args: tuple[Any, ...], world_size: int, rendezvous: str
 ) -> T:
-    import torch  # noqa: PLC0415  # users of the other tools here do without
+    import torch  # noqa: PLC0415  # the other modules of `testing` need no torch
     import torch.distributed as dist  # noqa: PLC0415  # as above
 
     torch.set_num_threads(1)
@@ -272,7 +272,7 @@ def _run_in_group(
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     try:
-        # A rank that leaves at once would break the connections that others still make.
+        # A rank that returns early would break connections that others still establish.
         dist.barrier()
         return function(rank, *args)
     finally:

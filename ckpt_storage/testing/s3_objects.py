@@ -1,4 +1,4 @@
-"""What the S3 server keeps, and S3's rules for it; what it does not know it refuses with 501."""
+"""Objects and uploads of the S3 server, and S3's rules for them; unknown requests get 501."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _Parts = dict[int, "_Stored"]
 
 
 class Answer(NamedTuple):
-    """An answer; its length is added when it is sent."""
+    """A response; its length is added when it is sent."""
 
     status: int
     headers: Mapping[str, str]
@@ -64,14 +64,14 @@ class Answer(NamedTuple):
 
 @dataclass
 class S3Error(Exception):
-    """A refusal: HTTP status and S3's code."""
+    """An error response: HTTP status and S3's code."""
 
     status: int
     code: str
     message: str = ""
 
     def answer(self) -> Answer:
-        """Return the answer that tells of it."""
+        """Return the response."""
         return _document("Error", {"Code": self.code, "Message": self.message}, self.status)
 
 
@@ -88,37 +88,37 @@ class Request:
 
     @property
     def op(self) -> str:
-        """What is asked for, "unknown" if that is not implemented."""
+        """The operation, "unknown" if it is not implemented."""
         place = "object" if self.key else "bucket" if self.bucket else "service"
         marker = [name for name in _MARKERS if name in self.query]
         copy = ["copy"] if _SOURCE in self.headers else []
         return _ROUTES.get(" ".join([self.method, place, *marker, *copy]), "unknown")
 
     def checksum(self) -> dict[str, str]:
-        """Return the header with a checksum of the body, if there is one."""
-        found = [item for item in self.headers.items() if item[0].startswith(_CHECKSUM)]
-        return {name: text for name, text in found if name not in _SETTINGS}
+        """Return the header with a checksum of the body, if there is any."""
+        checksums = [item for item in self.headers.items() if item[0].startswith(_CHECKSUM)]
+        return {name: text for name, text in checksums if name not in _SETTINGS}
 
     def checksum_of(self, body: bytes) -> dict[str, str]:
-        """Return the checksum of parts, or of their object, that this beginning asked for."""
+        """Return the checksum of a part or object, by the algorithm that this request named."""
         name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         return {name: _digest(name, body)} if name != _CHECKSUM else {}
 
     def kept(self) -> dict[str, str]:
-        """Return the headers that stay with an object."""
+        """Return the headers that are stored with an object."""
         kept = {name: text for name, text in self.headers.items() if name.startswith("x-amz-meta-")}
         return {"content-type": self.headers.get("content-type", "binary/octet-stream"), **kept}
 
     def items(self, name: str) -> list[dict[str, str]]:
-        """Return the elements of that name in the document in the body, at least one."""
-        found = [
+        """Return the elements of that name in the body's document; raise if there are none."""
+        elements = [
             {child.tag.rpartition("}")[2]: child.text or "" for child in node}
             for node in ET.fromstring(self.body)  # noqa: S314 - as for the import
             if node.tag.rpartition("}")[2] == name
         ]
-        if not found:
+        if not elements:
             raise S3Error(400, "MalformedXML")
-        return found
+        return elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class _Stored:
 
 @dataclass(kw_only=True, eq=False)
 class S3Objects:
-    """All buckets, objects and open uploads; every request is done under one lock.
+    """All buckets, objects and open uploads; requests are served under a lock.
 
     `ignore_preconditions` models a store from before conditional writes: it overwrites silently.
-    `min_part_bytes` is the least size of a part that is not the last, and `list_page_count` the
-    most entries of one listing; tests lower them to get many parts and pages from little data.
-    `profile` names a service whose own rules hold, too.
+    `min_part_bytes` is the minimum size of a part that is not the last, and `list_page_count` the
+    maximum of entries in a page; tests lower them to get many parts and pages from little data.
+    `profile` names a service whose rules apply, too.
     """
 
     profile: Profile | None = None
@@ -166,7 +166,7 @@ class S3Objects:
         self._service = rules_of(self.profile)
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket if it is missing."""
+        """Create a bucket; idempotent."""
         self._buckets.setdefault(name, {})
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
@@ -175,18 +175,18 @@ class S3Objects:
             self._buckets[bucket][key] = _Stored(data)
 
     def dump(self, bucket: str | None = None) -> dict[str, bytes]:
-        """Return all objects of a bucket (None: of the only one) by key, in order."""
+        """Return all objects of a bucket by key, sorted; None: of the only bucket."""
         with self._lock:
-            [found] = self._buckets.values() if bucket is None else [self._buckets[bucket]]
-            return {key: stored.body for key, stored in sorted(found.items())}
+            [objects] = self._buckets.values() if bucket is None else [self._buckets[bucket]]
+            return {key: stored.body for key, stored in sorted(objects.items())}
 
     @property
     def open_upload_count(self) -> int:
-        """How many multipart uploads are open."""
+        """The number of open multipart uploads."""
         return len(self._uploads)
 
     def answer(self, request: Request) -> Answer:
-        """Do what is asked, or refuse it and change nothing."""
+        """Serve a request; an error response means that nothing was changed."""
         try:
             _refuse(self._service.refusal(request.op, request.query, request.headers))
             _refuse_unknown(request)
@@ -210,11 +210,11 @@ class S3Objects:
         if name and (name not in self._uploads or self._uploads[name][0].key != request.key):
             raise S3Error(404, "NoSuchUpload", "It may have been aborted or completed")
 
-    def _check(self, request: Request, found: _Stored | None, prefix: str = "") -> None:
-        """Raise unless the conditions hold for what is there."""
+    def _check(self, request: Request, present: _Stored | None, prefix: str = "") -> None:
+        """Raise unless the conditions hold for the present object."""
         match, absent = request.headers.get(f"{prefix}if-match"), None
         if not prefix:
-            in_parts = found is not None and "-" in found.etag
+            in_parts = present is not None and "-" in present.etag
             match, absent = self._service.conditions_of(
                 request.op, request.headers, in_parts=in_parts
             )
@@ -223,8 +223,8 @@ class S3Objects:
         if absent not in (None, "*") or re.search(r"\*|,|W/", match or ""):
             raise S3Error(501, "NotImplemented", "A condition with anything but one ETag")
         if match is not None:
-            found = _existing(found)
-        if found is not None and (absent or (match or "").strip('"') != found.etag.strip('"')):
+            present = _existing(present)
+        if present is not None and (absent or (match or "").strip('"') != present.etag.strip('"')):
             raise S3Error(412, "PreconditionFailed", "The condition does not hold")
 
     def _list(self, request: Request, home: _Home) -> Answer:
@@ -238,7 +238,7 @@ class S3Objects:
         for key in sorted(key for key in keys if key.startswith(prefix)):
             cut = key.find(delimiter, len(prefix)) if delimiter else -1
             name = key if cut < 0 else key[: cut + len(delimiter)]
-            # Rolled up names come in the order of their keys, so a page may end at any of them.
+            # Common prefixes are in the order of their keys, so a page may end at any of them.
             if name > after and (cut >= 0 or key in home):
                 entries[name] = home[key] if cut < 0 else None
         page = list(entries.items())[: int(request.query.get("max-keys", 1000))]
@@ -254,9 +254,11 @@ class S3Objects:
             "IsTruncated": is_cut,
             "NextContinuationToken": token,
             "Contents": [
-                {"Key": key, "Size": len(one.body), **one.fields()} for key, one in page if one
+                {"Key": key, "Size": len(stored.body), **stored.fields()}
+                for key, stored in page
+                if stored
             ],
-            "CommonPrefixes": [{"Prefix": key} for key, one in page if not one],
+            "CommonPrefixes": [{"Prefix": key} for key, stored in page if not stored],
         }
         return _document("ListBucketResult", fields)
 
@@ -266,17 +268,17 @@ class S3Objects:
         query = request.query
         if self._service.streams_parts and not self._of_bucket(request):
             raise S3Error(404, "NoSuchUpload", "No upload is open")
-        # Without an id the marker stands behind all uploads of its key.
+        # Without an id the marker comes after all uploads of its key.
         marker = query.get("key-marker", ""), query.get("upload-id-marker", "~")
-        left = sorted(
+        remaining = sorted(
             (begun.key, name)
             for begun, name in self._of_bucket(request)
             if begun.key.startswith(query.get("prefix", "")) and (begun.key, name) > marker
         )
-        page, is_directory = left[: self.list_page_count], self._service.directory_bucket
+        page, is_directory = remaining[: self.list_page_count], self._service.directory_bucket
         fields = {
             "Bucket": request.bucket,
-            "IsTruncated": len(page) < len(left),
+            "IsTruncated": len(page) < len(remaining),
             "NextKeyMarker": page[-1][0] if page else "",
             "NextUploadIdMarker": page[-1][1] if page and not is_directory else "",
             "Upload": [{"Key": key, "UploadId": name} for key, name in page],
@@ -284,9 +286,9 @@ class S3Objects:
         return _document("ListMultipartUploadsResult", fields)
 
     def _of_bucket(self, request: Request) -> list[tuple[Request, str]]:
-        """Return what began each open upload of the bucket, and the name of the upload."""
-        found = [(begun, name) for name, (begun, _) in self._uploads.items()]
-        return [(begun, name) for begun, name in found if begun.bucket == request.bucket]
+        """Return the creating request and the id of each open upload of the bucket."""
+        uploads = [(begun, name) for name, (begun, _) in self._uploads.items()]
+        return [(begun, name) for begun, name in uploads if begun.bucket == request.bucket]
 
     def _create_session(self, _request: Request, _home: _Home) -> Answer:
         ends = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
@@ -323,7 +325,7 @@ class S3Objects:
     _head = _get
 
     def _sent(self, request: Request, body: bytes | memoryview) -> bytes | memoryview:
-        """Return what is sent of an object, with a wrong byte where the profile has it so."""
+        """Return the content of a response, with a wrong byte if the profile says so."""
         name = request.bucket, request.key
         if (
             not self._service.wrong_byte
@@ -341,7 +343,7 @@ class S3Objects:
         return Answer(200, stored.headers())
 
     def _copy(self, request: Request, home: _Home) -> Answer:
-        # Stock torch's writer over fsspec renames by it and a bulk deletion.
+        # Stock torch's writer over fsspec renames with it and a bulk deletion.
         source = self._source(request)
         home[request.key] = stored = _Stored(source.body, source.kept)
         return _document("CopyObjectResult", stored.fields())
@@ -354,17 +356,17 @@ class S3Objects:
 
     def _delete(self, request: Request, home: _Home) -> Answer:
         home.pop(request.key, None)
-        # AWS, "How S3 Object Lock works": versions stay below a delete marker; none is shown here.
+        # AWS, "How S3 Object Lock works": versions stay below a delete marker, not modelled here.
         return Answer(204, {"x-amz-delete-marker": "true"} if self._service.object_lock else {})
 
     def _create_upload(self, request: Request, _home: _Home) -> Answer:
-        # Uploads of one key are listed by age, which their ids tell.
+        # Uploads of a key are listed by age, so ids are sorted by age.
         upload_id = f"{time.time_ns()}{secrets.token_hex(8)}"
         self._uploads[upload_id] = request, {}
         fields = {"Bucket": request.bucket, "Key": request.key, "UploadId": upload_id}
         answer = _document("InitiateMultipartUploadResult", fields)
-        told = {name: request.headers[name] for name in _SETTINGS & request.headers.keys()}
-        return answer._replace(headers={**answer.headers, **told})
+        settings = {name: request.headers[name] for name in _SETTINGS & request.headers.keys()}
+        return answer._replace(headers={**answer.headers, **settings})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
         body, streams = request.body, self._service.streams_parts
@@ -393,8 +395,8 @@ class S3Objects:
     _part_copy = _part
 
     def _complete(self, request: Request, home: _Home) -> Answer:
-        # An upload is forgotten once it is complete, so that a repeated request gets NoSuchUpload,
-        # as from MinIO and Ceph; AWS repeats its answer for a while. A refused one stays open.
+        # A complete upload is removed, so that a repeated request gets NoSuchUpload, as from MinIO
+        # and Ceph; AWS repeats its response for a while. After an error the upload stays open.
         begun, parts = self._uploads[request.query["uploadId"]]
         items = request.items("Part")
         named = [(int(part["PartNumber"]), part["ETag"].strip('"')) for part in items]
@@ -402,7 +404,7 @@ class S3Objects:
         if sorted(set(numbers)) != numbers:
             raise S3Error(400, "InvalidPartOrder", "The parts are not in ascending order")
         if not {*named} <= {(number, part.etag.strip('"')) for number, part in parts.items()}:
-            raise S3Error(400, "InvalidPart", "A part is not there as it is named")
+            raise S3Error(400, "InvalidPart", "A part is missing or has another ETag")
         for (number, _), part in zip(named, items, strict=True):
             for name, text in parts[number].checksum.items():
                 if part.get(_element(name), text) != text:
@@ -451,14 +453,14 @@ def _element(header: str) -> str:
     return f"Checksum{header.removeprefix(_CHECKSUM).upper()}"
 
 
-def _existing(found: _Stored | None) -> _Stored:
-    if found is None:
+def _existing(stored: _Stored | None) -> _Stored:
+    if stored is None:
         raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
-    return found
+    return stored
 
 
 def _document(name: str, fields: Mapping[str, object], status: int = 200) -> Answer:
-    # What is None is left out.
+    # None values are omitted.
     space = "" if name == "Error" else ' xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}{space}>{_xml(fields)}</{name}>'
     return Answer(status, {"Content-Type": "application/xml"}, text.encode())
@@ -467,15 +469,15 @@ def _document(name: str, fields: Mapping[str, object], status: int = 200) -> Ans
 def _xml(value: object) -> str:
     if not isinstance(value, Mapping):
         return escape(str(value).lower() if isinstance(value, bool) else str(value))
-    found = ""
+    elements = ""
     for name, inner in value.items():
         for each in inner if isinstance(inner, list) else [inner]:
-            found += "" if each is None else f"<{name}>{_xml(each)}</{name}>"
-    return found
+            elements += "" if each is None else f"<{name}>{_xml(each)}</{name}>"
+    return elements
 
 
 def _range(text: str, size: int) -> tuple[int, int]:
-    """Return the first byte of a range and the one behind it."""
+    """Return start and stop of a range."""
     first, _, last = text.removeprefix("bytes=").partition("-")
     start = int(first) if first else max(0, size - int(last))
     return start, min(size, int(last) + 1) if first and last else size
@@ -488,5 +490,5 @@ def _verify(claims: Mapping[str, str], body: bytes) -> None:
 
 
 def _digest(header: str, body: bytes) -> str:
-    """Return what a header with a checksum says of a body."""
+    """Return the value of a checksum header for a body."""
     return base64.b64encode(_CRCS[header](body).to_bytes(4, "big")).decode()

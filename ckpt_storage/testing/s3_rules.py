@@ -1,4 +1,4 @@
-"""What single services add to the rules of S3, or leave out of them, as their pages state it."""
+"""Rules by which single services differ from S3, as their documentation states them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Profile: TypeAlias = Literal[
     "swift",
     "rclone",
 ]
-"""Name of a service, or of one setting of it, whose rules the S3 server applies."""
+"""A service, or a configuration of a service, whose rules the S3 server applies."""
 
 _KEY_HEADERS = "x-amz-server-side-encryption-customer-"
 _SOURCE_KEY_HEADERS = "x-amz-copy-source-server-side-encryption-customer-"
@@ -41,7 +41,7 @@ _CUSTOMER_KEY = "ckpt-storage-test-customer-key-1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a service refuses a request: HTTP status, S3's code and the text."""
+    """The error for a request: HTTP status, S3's code and the message."""
 
     status: int
     code: str
@@ -52,23 +52,23 @@ class Refusal:
 class ServiceRules:
     """Rules beyond those that all servers of S3's protocol share.
 
-    region: requests signed for another one are refused.
-    part_numbers: which numbers a completed upload may have.
-    equal_parts: all parts but the last have one length.
-    declared_checksums: a part bears a checksum of the algorithm that its upload named, or none.
-    full_object_crcs: an upload may ask for a CRC-32C of the whole object.
-    list_right: the credentials may list; without it an absent key is "forbidden".
+    region: requests signed for another region are refused.
+    part_numbers: which numbers the parts of a completed upload may have.
+    equal_parts: all parts but the last have the same length.
+    declared_checksums: a part has a checksum of the algorithm that its upload named, or none.
+    full_object_crcs: an upload may request a CRC-32C of the whole object.
+    list_right: the credentials may list; without it a missing key is "forbidden".
     directory_bucket: prefixes are folders, listings have no order, requests belong to a session.
-    object_lock: what is written bears a checksum; what is deleted stays below a marker.
+    object_lock: writes need a checksum; deletions leave the object below a delete marker.
     conditions: how a write honours If-None-Match and If-Match. "bare": only the ETag without its
-        quotes is equal. "never-equal": If-Match is refused always, and If-None-Match ignored. With
-        both a DELETE ignores it. "refused": writes have no conditions, and a DELETE compares an
-        object in parts with an ETag that is told nowhere.
-    range_status: HTTP status of the answer to a ranged read.
-    streams_parts: each part goes to a backend at once: none is replaced by another or made from a
-        source, and a bucket without open uploads is answered as a missing upload.
-    customer_key: objects are encrypted with a key that each request brings.
-    wrong_byte: the first answer with bytes of each key has a wrong one.
+        quotes matches. "never-equal": If-Match always fails, and If-None-Match is ignored. With
+        both a DELETE ignores it. "refused": writes have no conditions, and a DELETE compares a
+        multipart object with an ETag that no response has.
+    range_status: HTTP status of the response to a ranged read.
+    streams_parts: each part is sent to a backend at once: it cannot be replaced or copied, and to
+        list the uploads of a bucket without open uploads is an error.
+    customer_key: objects are encrypted with a key that is part of each request.
+    wrong_byte: the first response with the content of each key has a wrong byte.
     """
 
     region: str | None = None
@@ -88,7 +88,7 @@ class ServiceRules:
     def refusal(
         self, op: str, query: Mapping[str, str], headers: Mapping[str, str]
     ) -> Refusal | None:
-        """Return why a request is refused whatever the bucket holds, None if it is not."""
+        """Return the error of a request that is refused whatever the bucket holds, or None."""
         # AWS, "Error responses" (API_Error, table of codes): AuthorizationHeaderMalformed, the
         # header names a region that is not the bucket's.
         scope = re.search(r"Credential=[^/]+/\d{8}/([^/]+)/", headers.get("authorization", ""))
@@ -116,9 +116,9 @@ class ServiceRules:
     def conditions_of(
         self, op: str, headers: Mapping[str, str], *, in_parts: bool
     ) -> tuple[str | None, str | None]:
-        """Return the ETag that must be there, and "*" if nothing may, as the service sees them.
+        """Return the ETag that must match, and "*" if no object may exist, by the service's rules.
 
-        in_parts: what is there was uploaded in parts.
+        in_parts: the present object was uploaded in parts.
         """
         match, absent = headers.get("if-match"), headers.get("if-none-match")
         if op == "delete" and self.conditions == "refused" and in_parts:
@@ -137,7 +137,7 @@ class ServiceRules:
     def refusal_of_parts(
         self, numbers: Sequence[int], sizes_bytes: Sequence[int], *, has_checksums: bool
     ) -> Refusal | None:
-        """Return why these parts make no object, None if they do."""
+        """Return the error of an upload with these parts, None if they are valid."""
         # AWS, "CompletedPart" (PartNumber): where a checksum is applied to each part, and in
         # directory buckets always, numbers start at 1 and are consecutive; else InvalidPartOrder.
         needs_all = self.part_numbers == "consecutive" or (
@@ -155,7 +155,7 @@ class ServiceRules:
         return None
 
     def refusal_of_part_checksum(self, declared: str, sent: str) -> Refusal | None:
-        """Return why a part with a checksum of `sent` is no part of this upload."""
+        """Return the error of a part whose checksum has the algorithm `sent`, or None."""
         # As AWS answers (apache/opendal#4533, arrow-rs-object-store#34): the algorithm of a part's
         # checksum must be the one that CreateMultipartUpload named.
         if self.declared_checksums and sent and sent != declared:
@@ -238,7 +238,7 @@ def _is_digest_of(key: str, digest: str) -> bool:
 
 
 def customer_key_options() -> dict[str, object]:
-    """Return the options of s3fs that bring the key of the profile "sse-c"."""
+    """Return the options of s3fs with the customer key of the profile "sse-c"."""
     key = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": _CUSTOMER_KEY}
     return {"s3_additional_kwargs": key}
 
@@ -256,7 +256,7 @@ PROFILES: Mapping[Profile, ServiceRules] = MappingProxyType(
         "express": ServiceRules(part_numbers="consecutive", directory_bucket=True),
         "object-lock": replace(_AWS, object_lock=True),
         "r2": ServiceRules(equal_parts=True, full_object_crcs=False),
-        # As older servers that speak S3 answer: they pass over a header that they do not know.
+        # Older servers with an S3 API ignore unknown headers.
         "if-match-ignored": ServiceRules(conditions="no-if-match"),
         "sse-c": replace(_AWS, customer_key=True),
         # No vendor's rule: TCP's checksum lets one wrong packet in many millions pass (Stone and
@@ -277,5 +277,5 @@ PROFILES: Mapping[Profile, ServiceRules] = MappingProxyType(
 
 
 def rules_of(profile: Profile | None) -> ServiceRules:
-    """Return the rules of a service; with None those that all share."""
+    """Return the rules of a service; None: plain S3."""
     return ServiceRules() if profile is None else PROFILES[profile]

@@ -1,8 +1,7 @@
-"""A small S3 in memory that fails as told, for tests and examples: path style, any credentials.
+"""A small S3 server in memory with fault injection: path style, any credentials.
 
-It is strict where checkpoints depend on it: conditions hold atomically, an upload is invisible
-until it is complete, checksums are verified, and requests, parameters and conditions that it does
-not know are refused with 501.
+It is strict where checkpoints depend on it: conditions are atomic, an upload is invisible until it
+is complete, checksums are verified, and unknown requests, parameters and conditions get 501.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ CrashWhen = Literal["before", "after", "torn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRule:
-    """Which requests go wrong, and how.
+    """The requests that get a fault, and the fault.
 
     The regular expression `op` must match a request's whole op name, and `key` any part of its key.
-    The first `after` matches pass, the next `times` are hit (0: all). The first rule that hits
-    wins, and later ones do not count that request; so a list of rules reads as a sequence.
+    The first `after` matches pass, the next `times` get the fault (0: all). The first rule that
+    applies wins, and later rules do not count that request; so a list of rules is a sequence.
 
-    * `status`: do nothing, answer `status` and `code`; 200 is an error told in a success.
-    * `delay`: wait `delay_s` seconds, then serve as usual. `hang`: never answer.
-    * `flip`: change a byte of the request's body on its way, then serve as usual.
-    * `reset`: reset the connection, with the work not done; `lost`: with the work done.
-    * `torn`: read half of the body, if there is one, then reset; nothing is stored.
-    * `truncate`: do the work, announce the whole answer, send half of it, close.
-    * `ignore_range`: answer a ranged read with 200 and the whole object.
+    * `status`: do nothing, respond with `status` and `code`; 200: an error in a success response.
+    * `delay`: wait `delay_s` seconds, then serve as usual. `hang`: never respond.
+    * `flip`: change a byte of the request's body, then serve as usual.
+    * `reset`: reset the connection before the work is done; `lost`: after it is done.
+    * `torn`: read half of the body, if there is any, then reset; nothing is stored.
+    * `truncate`: do the work, announce the whole response, send half of it, close.
+    * `ignore_range`: respond to a ranged read with 200 and the whole object.
     """
 
     op: str = ".*"
@@ -71,9 +70,9 @@ class FaultRule:
 
 
 def crash_rules(number: int, when: CrashWhen) -> list[FaultRule]:
-    """Play the end of a client before, after or within the request of this number, from 1 on."""
+    """Return rules for a client that dies before, after or within its nth request, from 1 on."""
     moments: dict[CrashWhen, Action] = {"before": "reset", "after": "lost", "torn": "torn"}
-    # Each of the two counts the requests before; the second takes all that the first leaves.
+    # Both rules count the requests before; the second applies to all after the first's request.
     return [
         FaultRule(after=number - 1, action=moments[when]),
         FaultRule(after=number - 1, times=0, action="reset"),
@@ -82,7 +81,7 @@ def crash_rules(number: int, when: CrashWhen) -> list[FaultRule]:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request; body bytes, status (0 without an answer) and the action that hit it, or ""."""
+    """A request; body bytes, status (0 without a response) and the action of its fault, or ""."""
 
     seq: int
     op: str
@@ -96,9 +95,9 @@ class RequestRecord:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class S3Server(S3Objects):
-    """One server on this machine, run as a context manager; `port` 0 takes a free one.
+    """A server on the loopback interface, run as a context manager; `port` 0: any free port.
 
-    The other settings are those of `S3Objects`. `faults` says what it does wrong on purpose.
+    The other settings are those of `S3Objects`. `faults` sets the rules of fault injection.
     """
 
     port: int = 0
@@ -134,18 +133,18 @@ class S3Server(S3Objects):
 
     @property
     def endpoint_url(self) -> str:
-        """Address of the server; its port is the real one once it was started."""
+        """Address of the server; with port 0 it is known after the start."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
+        """Keyword arguments of `s3fs.S3FileSystem` for this server."""
         client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
         extra = customer_key_options() if self.profile == "sse-c" else {}
         return {"key": "test", "secret": "test", "client_kwargs": client, **extra}
 
     def faults(self, rules: Iterable[FaultRule]) -> None:
-        """Replace all fault rules, whose matches count from now on; an empty list ends them."""
+        """Replace all fault rules and reset their counts; an empty list ends all faults."""
         with self._changed:
             self._rules = list(rules)
             self._matches.clear()
@@ -163,13 +162,13 @@ class S3Server(S3Objects):
     def wait_for(
         self, satisfied: Callable[[list[RequestRecord]], bool], *, timeout_s: float = 30.0
     ) -> None:
-        """Wait until `satisfied(requests)` holds, or raise `TimeoutError`; it runs under a lock."""
+        """Wait until `satisfied(requests)`, called under a lock; or raise `TimeoutError`."""
         with self._changed:
             if not self._changed.wait_for(lambda: satisfied(self._log), timeout_s):
-                raise TimeoutError(f"did not see the requests waited for in {timeout_s} s")
+                raise TimeoutError(f"the expected requests did not arrive within {timeout_s} s")
 
     def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
-        """Number a request; return its record and the rule that hits it, if its `fault` says so."""
+        """Log a request; return its record and its rule, which counts if `fault` is set."""
         with self._changed:
             record = RequestRecord(seq=len(self._log) + 1, op=op, bucket=bucket, key=key)
             self._log.append(record)
@@ -184,7 +183,7 @@ class S3Server(S3Objects):
             return record, FaultRule(action="delay")
 
     def note(self, record: RequestRecord, **figures: int) -> None:
-        """Set figures of a record."""
+        """Set attributes of a record."""
         with self._changed:
             for name, value in figures.items():
                 setattr(record, name, value)
@@ -192,7 +191,7 @@ class S3Server(S3Objects):
 
 
 class _Listener(socketserver.ThreadingTCPServer):
-    """Accepts connections, one thread each."""
+    """Accepts connections, with a thread for each."""
 
     allow_reuse_address = True
     request_queue_size = 512
@@ -206,7 +205,7 @@ class _Listener(socketserver.ThreadingTCPServer):
         thread.start()
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        # No more than that, so that what shall be a reset is one.
+        # No shutdown, which would turn a reset into an orderly end.
         request.close()
 
     def handle_error(self, *args: Any) -> None:  # noqa: ANN401
@@ -215,13 +214,13 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class _Connection(http.server.BaseHTTPRequestHandler):
-    """One connection, used by one thread."""
+    """A connection, used by a single thread."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, *_args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _serve(self) -> None:
         owner = cast("_Listener", self.server).owner
@@ -239,7 +238,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         data = b"" if self.command == "HEAD" else answer.body
         if record.fault == "truncate":
             data = data[: len(data) // 2]
-        # Before it is sent, so that a client that has its answer finds it in the log.
+        # Logged before it is sent, so that a client with a response finds it in the log.
         owner.note(record, bytes_out=len(data), status=answer.status)
         self.send_response(answer.status)
         for name, text in answer.headers.items():

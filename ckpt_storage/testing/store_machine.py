@@ -1,4 +1,4 @@
-"""Random sequences of calls by two clients, held against a dict: the state machine of the suite."""
+"""Random sequences of calls by two clients, compared with a dict: the suite's state machine."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _which = st.integers(0, 1)
 
 
 def check_sequences(store: Store, second: Store, count: int) -> None:
-    """Run `count` random sequences on two clients of one root, each in a folder of its own.
+    """Run `count` random sequences on two clients of the same root, each in a folder of its own.
 
-    The sequences are the same in each run. Raises the first error, with the calls that led to it.
+    The sequences are the same in each run. Raises the first error, with the calls before it.
     """
     numbers = itertools.count()
     run_state_machine_as_test(
-        # It takes any factory, as its documentation says.
+        # Any factory is allowed by Hypothesis' documentation.
         lambda: StoreMachine(store, second, f"sequence-{next(numbers)}/"),  # type: ignore[arg-type]
         settings=settings(
             max_examples=count,
             stateful_step_count=_STEP_COUNT,
             deadline=None,
             database=None,
-            # Twenty calls are read faster than a slow storage repeats them to find fewer.
+            # No shrinking: on a slow storage it takes longer than to read twenty calls.
             phases=(Phase.generate,),
             derandomize=True,
             suppress_health_check=list(HealthCheck),
@@ -53,7 +53,7 @@ def check_sequences(store: Store, second: Store, count: int) -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """What a folder must hold, and the calls of two clients that change or read it."""
+    """The expected content of a folder, and calls of two clients that change or read it."""
 
     def __init__(self, store: Store, second: Store, root: str) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_else_is_there(self) -> None:
-        found = {entry.path: entry.size_bytes for entry in self.clients[1].list(self.root)}
-        assert found == {path: len(data) for path, data in self.model.items()}
+        listed = {entry.path: entry.size_bytes for entry in self.clients[1].list(self.root)}
+        assert listed == {path: len(data) for path, data in self.model.items()}
 
     def teardown(self) -> None:
         for path, data in self.model.items():

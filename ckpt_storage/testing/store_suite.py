@@ -1,4 +1,4 @@
-"""The tests that every backend must pass: what `Backend` promises, as facts through `Store`.
+"""The tests that every backend must pass: the contract of `Backend`, tested through `Store`.
 
     class TestMine(StoreSuite):
         @pytest.fixture
@@ -6,9 +6,9 @@
         @pytest.fixture
         def other(self, backend): ...    # a second, independent client of the same root
 
-Override `raw`, too, if you have another client of the storage. A capability that a backend does
-not declare is not tested, but its refusal is. The suite writes a few tens of MiB where the storage
-wants large parts. It needs pytest and Hypothesis, and is all that our own backends pass.
+Override `raw`, too, if you have another client of the storage. Of a capability that a backend does
+not declare, only the refusal is tested. The suite writes a few tens of MiB if the storage needs
+large parts. It needs pytest and Hypothesis. The backends of this package pass the same suite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .upload_facts import WAIT_S, UploadFacts, kind_of, paths_of, pattern, send,
 __all__ = ["RawWrite", "StoreSuite"]
 
 RawWrite: TypeAlias = Callable[[str, bytes], None]
-"""Writes a whole object at a path below the root, by another client than those under test."""
+"""Writes an object at a path below the root, with another client than those under test."""
 
 _FOLDERS = ("commits", "saves", "saves/a", "saves/a/ranks", "saves/a/b", "saves/ab", "hf")
 _ONCE = RetryPolicy(attempt_count=1)
@@ -42,10 +42,10 @@ _ONCE = RetryPolicy(attempt_count=1)
 class StoreSuite(UploadFacts, FaultFacts):
     """Facts about a backend; derive, override `backend` and `other`, and pytest checks them.
 
-    odd_names: may be shortened for a storage that forbids a character; say so there.
-    many: names in one folder, more than a page of a listing and than one deletion; fewer where
+    odd_names: may be shortened for a storage that forbids a character, with a comment.
+    many: names in a folder, more than a page of a listing and than a request to delete; fewer if
         the storage has no pages and is slow.
-    sequence_count: random sequences of calls that are held against a dict.
+    sequence_count: random sequences of calls that are compared with a dict.
     """
 
     odd_names: Sequence[str] = (
@@ -66,12 +66,12 @@ class StoreSuite(UploadFacts, FaultFacts):
 
     @pytest.fixture
     def raw(self) -> RawWrite | None:
-        """Override: what writes an object below the root past both clients; None: nothing does."""
+        """Override: writes an object below the root by another client; None: there is none."""
         return None
 
     @pytest.fixture
     def store(self, backend: Backend) -> Iterator[Store]:
-        """The facade over the first client, which repeats nothing; its folders are made."""
+        """The facade over the first client, without retries; its folders exist."""
         opened = Store(backend, url="suite://root", policy=_ONCE)
         opened.make_folders(_FOLDERS)
         yield opened
@@ -88,24 +88,24 @@ class StoreSuite(UploadFacts, FaultFacts):
     def test_what_one_writes_another_reads(
         self, store: Store, second: Store, size_bytes: int
     ) -> None:
-        """At once, whole, with its size, also when it is written again; no more than is allowed."""
+        """At once, whole, with its size, also when overwritten; never more than `max_bytes`."""
         data = pattern(size_bytes)
         for client in (store, second):
             client.put("saves/a/x", data)
             assert second.get("saves/a/x").data == data
         assert second.stat("saves/a/x").size_bytes == size_bytes
-        for most_bytes in (size_bytes, size_bytes + 1, 1 << 40):
-            assert second.get("saves/a/x", max_bytes=most_bytes).data == data
+        for max_bytes in (size_bytes, size_bytes + 1, 1 << 40):
+            assert second.get("saves/a/x", max_bytes=max_bytes).data == data
         if size_bytes:
             with pytest.raises(IntegrityError, match="saves/a/x"):
                 second.get("saves/a/x", max_bytes=size_bytes - 1)
-        # Folders are no objects, and made again they change nothing.
+        # Folders are not objects, and `make_folders` is idempotent.
         second.make_folders(_FOLDERS)
         assert paths_of(store) == ["saves/a/x"]
         assert store.capabilities == second.capabilities
 
     def test_an_object_is_found_as_soon_as_it_is_there(self, store: Store, second: Store) -> None:
-        """What nothing bears is "not-found" to every read, and no client remembers what was."""
+        """Reads of a missing name are "not-found", and no client caches that or old content."""
         store.put("saves/a/x", b"x")
         target = memoryview(bytearray(1))
         for path in ("saves/a/y", "saves/nothing/y", "saves/a", "y", "commits/1"):
@@ -117,14 +117,14 @@ class StoreSuite(UploadFacts, FaultFacts):
             second.replace("commits/1", data)
             assert store.get("commits/1").data == data
             assert store.stat("commits/1").size_bytes == len(data)
-            found = [(entry.path, entry.size_bytes) for entry in store.list("commits")]
-            assert found == [("commits/1", len(data))]
+            listed = [(entry.path, entry.size_bytes) for entry in store.list("commits")]
+            assert listed == [("commits/1", len(data))]
         second.delete(["commits/1"])
         assert paths_of(store) == ["saves/a/x"]
         assert kind_of(store.stat, "commits/1") == "not-found"
 
     def test_a_read_fills_exactly_the_range(self, store: Store, backend: Backend) -> None:
-        """No byte beside it changes; one that leaves the object is damage, and so is its length."""
+        """No other byte changes; a range outside the object is damage, and so is a wrong length."""
         data = pattern(1000)
         store.put("saves/a/x", data)
         for start, stop in ((0, 1), (0, 1000), (999, 1000), (1, 999), (7, 7)):
@@ -137,14 +137,14 @@ class StoreSuite(UploadFacts, FaultFacts):
             assert caught.value.path is not None
             assert caught.value.offset is not None
         target = memoryview(bytearray(10))
-        is_told = backend.read("saves/a/x", [(0, target)])
+        returns_size = backend.read("saves/a/x", [(0, target)])
         with pytest.raises(IntegrityError):
-            store.read("saves/a/x", [(0 if is_told else 995, target)], size_bytes=1001)
+            store.read("saves/a/x", [(0 if returns_size else 995, target)], size_bytes=1001)
 
-    # adlfs hands a small file over in one piece; aiohttp thinks that unwise.
+    # adlfs passes a small file as bytes, of which aiohttp warns.
     @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
     def test_ranges_are_taken_one_by_one(self, store: Store, backend: Backend) -> None:
-        """The next is asked for when the last is filled; what the asking raises ends the read."""
+        """A range is requested once the last is filled; an error of the iterator ends the read."""
         data = pattern(3 << 20)
         store.put("saves/a/x", data)
         spans = [(7, 1 << 20), (2 << 20, 1 << 20), (0, 5), (len(data) - 1, 1)]
@@ -167,7 +167,7 @@ class StoreSuite(UploadFacts, FaultFacts):
             backend.read("saves/a/x", [(len(data) - 3, memoryview(bytearray(9)))])
 
     def test_of_several_creations_one_wins(self, store: Store, second: Store) -> None:
-        """The first content stays, all others are told "exists"; without it, it is refused."""
+        """The first content stays, all others raise "exists"; or creation is unsupported."""
         if not store.capabilities.exclusive_create:
             with pytest.raises(UnsupportedByStoreError):
                 store.create("commits/1", b"one")
@@ -187,19 +187,19 @@ class StoreSuite(UploadFacts, FaultFacts):
         assert store.get("commits/1").data == b"two"
 
     def test_a_reader_during_replaces_sees_old_or_new(self, store: Store, second: Store) -> None:
-        """A replace is seen by others at once, and where it is atomic never half of it."""
+        """Others see a replacement at once, and never half of it if replacing is atomic."""
         contents = [pattern(20_000 + i, seed=i) for i in range(12)]
         store.replace(".metadata", contents[0])
         with ThreadPoolExecutor(1) as thread:
             replaces = [thread.submit(store.replace, ".metadata", content) for content in contents]
             while store.capabilities.atomic_replace and not replaces[-1].done():
                 assert second.get(".metadata").data in contents
-            assert [one.result(WAIT_S) for one in replaces] == [None] * len(contents)
+            assert [future.result(WAIT_S) for future in replaces] == [None] * len(contents)
         assert second.get(".metadata").data == contents[-1]
         assert second.stat(".metadata").size_bytes == len(contents[-1])
 
     def test_a_replace_may_need_a_version(self, store: Store, second: Store) -> None:
-        """With `if_match` only the version that was read is replaced; then it is another."""
+        """With `if_match` only that version is replaced, and the new version differs."""
         store.replace(".metadata", b"one")
         seen = second.get(".metadata").version or "version"
         if not store.capabilities.if_match:
@@ -217,7 +217,7 @@ class StoreSuite(UploadFacts, FaultFacts):
         assert gone in {"precondition", "not-found"}
 
     def test_a_listing_stays_within_its_folder(self, store: Store) -> None:
-        """Not in one whose name begins alike; not recursive, it shows children and folders."""
+        """Not of a folder with the same prefix; not recursive, it has children and folders."""
         for path in (".metadata", "saves/a/x", "saves/a/ranks/0", "saves/ab/y", "saves/b"):
             store.put(path, path.encode())
         assert paths_of(store, "saves/a") == ["saves/a/ranks/0", "saves/a/x"]
@@ -225,14 +225,14 @@ class StoreSuite(UploadFacts, FaultFacts):
         assert store.list("nothing") == []
         assert store.list("saves/a/x") == []
         flat = {entry.path: entry.size_bytes for entry in store.list("saves/a", recursive=False)}
-        # A file system also shows the folders that hold nothing.
+        # A file system also lists empty folders.
         assert flat.pop("saves/a/b/", 0) == 0
         assert flat == {"saves/a/ranks/": 0, "saves/a/x": 9}
         top = {entry.path for entry in store.list("", recursive=False)}
         assert {"saves/", ".metadata"} <= top <= {"saves/", ".metadata", "commits/", "hf/"}
 
     def test_long_listings_and_deletions_are_whole(self, store: Store, second: Store) -> None:
-        """Names on many pages are all listed once and, in one call, all deleted."""
+        """Names on many pages are all listed once, and all deleted by one call."""
         names = [f"hf/{i:05}" for i in range(self.many)]
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda name: store.put(name, b"x"), names))
@@ -261,7 +261,7 @@ class StoreSuite(UploadFacts, FaultFacts):
         assert paths_of(store) == [f"{names[0]} up"]
 
     def test_deleting_removes_what_is_named(self, store: Store, second: Store) -> None:
-        """What is not there is no error; a folder goes with all it holds; the root never does."""
+        """Missing names are no error; a folder is deleted with its content, but never the root."""
         for path in ("saves/a/x", "saves/a/y", "saves/a/ranks/0", "saves/ab/y"):
             store.put(path, b"data")
         for _ in range(2):
@@ -276,24 +276,24 @@ class StoreSuite(UploadFacts, FaultFacts):
         assert kind_of(store.get, "saves/a/y") == "not-found"
 
     def test_the_clock_is_near_ours_and_leaves_nothing(self, store: Store, second: Store) -> None:
-        """The storage's clock agrees within a minute on one machine; the probe is gone."""
+        """The storage's clock is within a minute of the local clock; the probe is deleted."""
         now_s = store.server_time(".probe")
         assert abs(now_s - time.time()) < 60
         assert paths_of(second) == []
         store.put("saves/a/x", b"data")
         times = [store.stat("saves/a/x").modified_s, store.list("saves/a")[0].modified_s]
-        assert all(told is None or abs(told - now_s) < 60 for told in times)
+        assert all(time_s is None or abs(time_s - now_s) < 60 for time_s in times)
 
     def test_what_another_program_writes_is_read(self, store: Store, raw: RawWrite | None) -> None:
-        """At once, whole, and in place of what this client wrote or has read before."""
+        """At once, whole, also after this client wrote or read the same object."""
         if raw is None:
             pytest.skip("`raw` is not overridden: no other client writes here")
         for data in (pattern(3000, 1), b"", pattern(2000, 2)):
             raw("saves/a/x", data)
             assert store.get("saves/a/x").data == data
             assert store.stat("saves/a/x").size_bytes == len(data)
-            found = [(entry.path, entry.size_bytes) for entry in store.list("saves/a")]
-            assert found == [("saves/a/x", len(data))]
+            listed = [(entry.path, entry.size_bytes) for entry in store.list("saves/a")]
+            assert listed == [("saves/a/x", len(data))]
             target = bytearray(len(data))
             store.read("saves/a/x", [(0, memoryview(target))], size_bytes=len(data))
             assert target == data
@@ -301,7 +301,7 @@ class StoreSuite(UploadFacts, FaultFacts):
             assert store.get("saves/a/x").data == b"ours"
 
     def test_a_version_is_deleted_only_while_it_is_there(self, store: Store) -> None:
-        """What took its place meanwhile stays; a storage that cannot decide it says so."""
+        """A newer version stays; a storage without conditional deletion raises "unsupported"."""
         store.put("saves/a/x", b"ours")
         version = store.get("saves/a/x").version or ""
         store.put("saves/a/x", b"another's")
@@ -313,11 +313,11 @@ class StoreSuite(UploadFacts, FaultFacts):
             assert kind_of(store.stat, "saves/a/x") == "not-found"
 
     def test_any_sequence_of_calls_is_that_of_a_dict(self, store: Store, second: Store) -> None:
-        """Puts, creations, uploads, reads, listings and deletions by both clients in turn."""
+        """Puts, creations, uploads, reads, listings and deletions by both clients."""
         check_sequences(store, second, self.sequence_count)
 
     def test_a_closed_backend_is_used_again(self, store: Store, second: Store) -> None:
-        """Closing lets go of connections, twice is no error, and the other client goes on."""
+        """`close` is idempotent, the backend reconnects, and the other client is not affected."""
         store.put("saves/a/x", b"data")
         for _ in range(2):
             store.close()

@@ -1,4 +1,4 @@
-"""The facts of the store suite about uploads, alone and joined, and what they are checked with."""
+"""Facts of the store suite about uploads of one client and of several, and helpers of the suite."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ __all__ = ["UploadFacts", "fill", "kind_of", "paths_of", "pattern", "send", "tog
 T = TypeVar("T")
 
 WAIT_S = 60.0
-"""Longest wait for another thread, in seconds; reached only when something hangs."""
+"""Time limit for another thread; reached only when something hangs."""
 
 _PATH = "saves/a/x"
 _SOURCE = "saves/ab/source"
 
 
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
-    """Return bytes that repeat nowhere, so that a shifted or swapped part is seen."""
+    """Return bytes without repetitions, so that shifted or swapped parts are detected."""
     return random.Random(seed).randbytes(size_bytes)  # noqa: S311  # test data
 
 
 def fill(known: Capabilities) -> int:
-    """Return the smallest legal size (bytes) of a part, but 64 KiB where any is legal."""
+    """Return the minimum size of a part, but at least 64 KiB."""
     step = max(known.part_multiple_bytes, known.part_alignment_bytes)
     return -(-max(known.min_part_bytes, 64 * 1024) // step) * step
 
 
 def send(upload: Upload, parts: Sequence[bytes], order: Iterable[int] | None = None) -> None:
-    """Write parts to an upload, in `order` if given, each as two buffers, which are used again."""
+    """Write parts to an upload, in `order` or in sequence, from two buffers that are reused."""
     starts = [sum(map(len, parts[:i])) for i in range(len(parts))]
     for i in range(len(parts)) if order is None else order:
         buffer = bytearray(parts[i])
@@ -69,7 +69,7 @@ def paths_of(store: Store, folder: str = "") -> list[str]:
 
 
 def together(jobs: Sequence[Callable[[], T]]) -> list[T | CheckpointError]:
-    """Run jobs in threads that start at one moment; return what each returned or raised."""
+    """Run jobs in threads that start at the same time; return the result or error of each."""
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], T]) -> T | CheckpointError:
@@ -84,26 +84,27 @@ def together(jobs: Sequence[Callable[[], T]]) -> list[T | CheckpointError]:
 
 
 def _travelled(parts: Sequence[Part]) -> list[Part]:
-    """Return receipts as they arrive in another process, by way of JSON."""
-    return [Part.from_json(one) for one in json.loads(json.dumps([p.to_json() for p in parts]))]
+    """Return receipts as another process receives them, by JSON."""
+    payload = json.dumps([part.to_json() for part in parts])
+    return [Part.from_json(receipt) for receipt in json.loads(payload)]
 
 
 class UploadFacts:
     """Facts about `begin_upload` and what follows; the fixtures are `StoreSuite`'s.
 
-    refuses_copies: a mount that links no files, so `copy_object` is unsupported.
+    refuses_copies: for a mount without hard links, where `copy_object` is unsupported.
     """
 
     refuses_copies: bool = False
 
     @pytest.fixture
     def size(self, backend: Backend) -> int:
-        """The size in bytes of a part of these facts."""
+        """The size in bytes of the parts."""
         return fill(backend.capabilities)
 
     @pytest.fixture
     def owner(self, store: Store) -> Upload:
-        """An upload that others may join."""
+        """An upload that other clients may join."""
         if not store.capabilities.tokens_travel:
             pytest.skip("the backend declares no tokens that travel")
         return store.upload(_PATH, copies=True)
@@ -112,7 +113,7 @@ class UploadFacts:
     def test_parts_arrive_whole(
         self, store: Store, second: Store, size: int, tail_bytes: int
     ) -> None:
-        """Parts are put together by their place, whatever the order; before, nobody sees any."""
+        """Parts are joined by their numbers, whatever the order; none is visible before that."""
         parts = [pattern(size, 1), pattern(size, 2)]
         parts += [pattern(tail_bytes, 3)] if tail_bytes else []
         upload = store.upload(_PATH)
@@ -124,7 +125,7 @@ class UploadFacts:
             upload.complete(2 * size + tail_bytes)
         assert second.get(_PATH).data == b"".join(parts)
         assert paths_of(second) == [_PATH]
-        # A single part may be smaller than any minimum, and even empty.
+        # A single part may be smaller than the minimum, even empty.
         alone = store.upload(_PATH)
         send(alone, [pattern(tail_bytes)])
         alone.complete(tail_bytes)
@@ -132,7 +133,7 @@ class UploadFacts:
         assert second.abort_uploads("") == 0
 
     def test_a_part_may_be_sent_again(self, store: Store, second: Store, size: int) -> None:
-        """The same part sent twice counts once, or is refused for good; what exists is replaced."""
+        """A part sent twice counts once, or is refused for good; the old object is replaced."""
         second.put(_PATH, b"old")
         parts = [pattern(size, 1), pattern(10, 2)]
         upload = store.upload(_PATH)
@@ -151,7 +152,7 @@ class UploadFacts:
         assert second.abort_uploads("") == 0
 
     def test_abort_leaves_nothing(self, store: Store, second: Store, size: int) -> None:
-        """At any point, also after a total that was not sent, there is no object and no upload."""
+        """Whenever it is called, also after a wrong total, no object and no upload remain."""
         for parts in ([], [pattern(size)], [pattern(size), pattern(10)]):
             upload = store.upload(_PATH)
             send(upload, parts)
@@ -164,7 +165,7 @@ class UploadFacts:
             assert (paths_of(second), second.abort_uploads("")) == ([], 0)
 
     def test_others_uploads_stay(self, store: Store, second: Store, size: int) -> None:
-        """A second client finds what is open below a folder; a filter gets each whole path."""
+        """A second client aborts the open uploads below a folder; a filter gets each whole path."""
         names = ["saves/a/mine", "saves/a/theirs", "saves/a/b/mine", "saves/ab/mine"]
         uploads = {name: store.upload(name) for name in names}
         for upload in uploads.values():
@@ -189,7 +190,7 @@ class UploadFacts:
         assert paths_of(second) == [names[3]]
 
     def test_uploads_run_in_parallel(self, store: Store, second: Store, size: int) -> None:
-        """Uploads of four threads do not disturb each other, nor do parts where they may."""
+        """Uploads of four threads are independent, and so are parts if the backend allows that."""
 
         def upload_one(i: int) -> bytes:
             parts = [pattern(size, 3 * i), pattern(size, 3 * i + 1), pattern(9 + i)]
@@ -204,7 +205,7 @@ class UploadFacts:
             assert store.get(f"saves/a/{i}").data == whole
 
     def test_what_is_not_declared_fails(self, store: Store, second: Store, size: int) -> None:
-        """Joining where tokens do not travel, and copies where there are none."""
+        """`join` raises without `tokens_travel`, and copies without `copy_min_bytes`."""
         if not store.capabilities.tokens_travel:
             for call in (store.upload(_PATH).token, partial(store.join, _PATH, "{}")):
                 with pytest.raises(UnsupportedByStoreError):
@@ -220,7 +221,7 @@ class UploadFacts:
     def test_members_write_one_object(
         self, owner: Upload, store: Store, second: Store, size: int
     ) -> None:
-        """The object holds what owner and members wrote."""
+        """The object has the parts of the owner and of members."""
         ends = [*(pattern(size, i) for i in range(4)), pattern(17, 4)]
         token = owner.token()
 
@@ -237,7 +238,7 @@ class UploadFacts:
         outcomes = together([partial(write, i) for i in range(1, 5)])
         owner.write_part(0, 0, [memoryview(ends[0])], last=False)
         assert paths_of(second) == []
-        receipts = [one for found in outcomes if isinstance(found, list) for one in found]
+        receipts = [receipt for got in outcomes if isinstance(got, list) for receipt in got]
         owner.complete(4 * size + 17, receipts=_travelled([*receipts, *owner.receipts()]))
         assert second.get(_PATH).data == b"".join(ends)
         assert second.abort_uploads("") == 0
@@ -245,23 +246,23 @@ class UploadFacts:
     def test_a_receipt_that_is_missing_is_a_gap(
         self, owner: Upload, second: Store, size: int
     ) -> None:
-        """A part whose receipt did not come is a gap; a member aborts nothing."""
+        """A part without its receipt is a gap; a member aborts nothing."""
         parts = [pattern(size, 1), pattern(size, 2), b"end"]
         member = second.join(_PATH, owner.token())
         send(owner, parts, [0, 2])
         send(member, parts, [1])
         receipts = member.receipts()
-        for one in (member, owner):
+        for upload in (member, owner):
             with pytest.raises(StorageError):
-                one.complete(2 * size + 3)
-            one.abort()
+                upload.complete(2 * size + 3)
+            upload.abort()
         assert (paths_of(second), second.abort_uploads(""), len(receipts)) == ([], 0, 1)
 
     @pytest.mark.parametrize("is_complete", [True, False])
     def test_who_joins_late_changes_nothing(
         self, owner: Upload, store: Store, second: Store, size: int, *, is_complete: bool
     ) -> None:
-        """No object is changed or made by the token of an upload that ended."""
+        """The token of an upload that ended creates and changes no object."""
         token = owner.token()
         send(owner, [pattern(size), b"end"])
         if is_complete:
@@ -275,9 +276,9 @@ class UploadFacts:
         assert not is_complete or store.get(_PATH).data == pattern(size) + b"end"
 
     def test_a_copied_part_holds_the_range(self, store: Store, second: Store, size: int) -> None:
-        """The storage copies exactly the range, and a checksum that it tells is right.
+        """The storage copies exactly the range, and a checksum in its response is right.
 
-        A missing source is "not-found"; one of another length or too short is damage.
+        A missing source is "not-found"; a source of another length, or too short, is damage.
         """
         least_bytes = store.capabilities.copy_min_bytes
         if least_bytes is None:
@@ -288,8 +289,8 @@ class UploadFacts:
             second.put(_SOURCE, data)
             assert store.can_copy_from(second)
             upload = store.upload(_PATH)
-            told = _copy(upload, second, start, size, source_bytes=len(data))
-            assert told in {None, crc32c(data[start : start + size])}
+            checksum = _copy(upload, second, start, size, source_bytes=len(data))
+            assert checksum in {None, crc32c(data[start : start + size])}
             upload.write_part(1, size, [memoryview(b"end")], last=True)
             upload.complete(size + 3)
             assert second.get(_PATH).data == data[start : start + size] + b"end"
@@ -305,7 +306,7 @@ class UploadFacts:
         assert (paths_of(second), second.abort_uploads("")) == ([_SOURCE], 0)
 
     def test_a_copied_object_is_equal(self, store: Store, second: Store, size: int) -> None:
-        """A repeated copy is the same; a checksum in the answer is right; the source stays.
+        """A repeated copy is the same; a checksum in the response is right; the source stays.
 
         A missing source is "not-found".
         """
@@ -330,7 +331,7 @@ class UploadFacts:
 
 
 def _copy(upload: Upload, store: Store, start: int, length: int, **more: Any) -> int | None:  # noqa: ANN401  # fields
-    """Copy from the object that these facts copy, to the first part, the last unless told so."""
+    """Copy a range of `_SOURCE` to the first part of an upload."""
     source = store.copy_source(_SOURCE) or CopySource(scope="", address="", path="")
     copy = PartCopy(number=0, offset=0, source=source, start=start, length=length, **more)
     return upload.copy_part(copy)

@@ -201,7 +201,7 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     assert "Leave it out with --exclude 'model.a b', or" in told
 
 
-def test_consolidate_waits_for_ranks_no_longer_than_it_was_told(tmp_path: Path) -> None:
+def test_consolidate_waits_for_ranks_until_its_timeout(tmp_path: Path) -> None:
     """Where a job's variables are set and nobody else comes, it says so and what to do."""
     save({"w": torch.ones(3)}, tmp_path / "c")
     job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -210,7 +210,7 @@ def test_consolidate_waits_for_ranks_no_longer_than_it_was_told(tmp_path: Path) 
         assert text in told
 
 
-def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
+def test_prune_shows_the_plan_and_deletes_with_yes(tmp_path: Path) -> None:
     """Without `--yes` nothing changes; with it what no policy keeps is gone."""
     root = make_run(tmp_path / "run")
     before = files_below(root)
@@ -243,7 +243,7 @@ def test_prune_keeps_the_closest(tmp_path: Path) -> None:
     assert any(reason.startswith("KeepClosest(every_s=86400): ") for reason in reasons)
 
 
-def test_rm_shows_and_deletes_one_checkpoint_when_told(
+def test_rm_shows_and_deletes_one_checkpoint_with_yes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `--yes` it is gone, and its exports; a save that replaces it meanwhile stays."""

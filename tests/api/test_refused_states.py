@@ -165,6 +165,17 @@ def test_a_value_that_only_pickle_holds_is_named(
     assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == ["run-1"]
 
 
+def test_a_value_that_a_planner_replaces_is_scanned(tmp_path: Path) -> None:
+    """A plain value for which a method set on the planner gives an object is named as that."""
+
+    def transform(inner: Callable[..., Any], item: Any, value: object) -> Any:
+        return inner(item, Schedule() if value == 5 else value)
+
+    planner = dcp_cases.planner(transform_object=transform)
+    with pytest.raises(CheckpointException, match=r"step is a value .*Schedule"):
+        dcp_cases.save({"step": 5}, tmp_path / "c", planner=planner, unsafe_values="refuse")
+
+
 def test_plain_values_and_buffers_are_inert(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +234,16 @@ def test_one_element_of_any_stride_is_filled(tmp_path: Path, dtype: torch.dtype)
     assert int(torch.count_nonzero(plane)) <= 1
 
 
+def test_a_target_that_torch_negates_is_filled(tmp_path: Path) -> None:
+    """A contiguous target with the negative bit, as `conj().imag` has, gets the stored value."""
+    dcp_cases.save({"value": torch.tensor([3.0])}, tmp_path / "c")
+    target = torch.zeros(1, dtype=torch.complex64).conj().imag
+    assert target.is_neg()
+    assert target.is_contiguous()
+    dcp_cases.load({"value": target}, tmp_path / "c")
+    assert target.item() == 3.0
+
+
 def test_targets_of_inference_mode_are_filled(tmp_path: Path) -> None:
     """What only code in inference mode may write to is filled, whichever thread reads."""
     value = seeded(5, 64, 48)
@@ -240,7 +261,9 @@ each_load = pytest.mark.parametrize(
 
 
 @each_load
-def test_one_target_for_two_values_needs_leave(tmp_path: Path, door: Callable[..., object]) -> None:
+def test_one_target_for_two_values_needs_consent(
+    tmp_path: Path, door: Callable[..., object]
+) -> None:
     """Tied targets take equal values; where the values differ, the error names both."""
     tied, target = seeded(1, 40, 7), torch.zeros(40, 7)
     dcp_cases.save({"a": tied, "b": tied.clone(), "c": tied + 1}, tmp_path / "c")

@@ -258,6 +258,16 @@ def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> N
     assert (server.dump("bkt"), server.open_upload_count) == (before, 0)
 
 
+def test_a_commit_that_the_storage_refuses_leaves_nothing(server: S3Server) -> None:
+    """Shard files and documents of the attempt are deleted, and the storage's error is raised."""
+    counted_save(server, {"t": torch.ones(3)}, "before")
+    before = server.dump("bkt")
+    server.faults([FaultRule(op="put", key="manifest", action="status", status=403, times=0)])
+    with pytest.raises(CheckpointException, match=r"manifest\.json"):
+        counted_save(server, {"t": torch.ones(3)})
+    assert server.dump("bkt") == before
+
+
 def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The example's main job, end to end in processes of its own, and its power to fail."""
+"""The example's main job, end to end in processes of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, finish
-from warm import run_script
 
 DEADLINE_S = 300.0
 
@@ -99,36 +99,3 @@ def test_main_job_on_the_embedded_s3_server(
         "ok: the losses of steps 3 to 6 are bit-identical to the reference",
     ):
         assert sentence in output, output
-
-
-def test_a_kill_before_anything_is_committed_is_refused(tmp_path: Path) -> None:
-    """The driver refuses to kill the first save, after which there is nothing to resume from."""
-    code, output = run_driver(tmp_path, "--save-every", "5", "--kill-at", "5")
-    assert code == 2
-    assert "--kill-at must be a save after the first" in output
-
-
-def test_a_differing_loss_or_state_fails_the_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One bit in a loss, a loss beyond the tolerance, or another digest is a failed check."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    main_job = importlib.import_module("main_job")
-    driver = main_job.Driver(argparse.Namespace(), str(tmp_path), {}, tmp_path)
-
-    def run(loss: float, digest: str) -> object:
-        return main_job.Run(
-            stderr="", losses={1: loss.hex()}, digests={}, saved=[], resumed=(0, digest)
-        )
-
-    reference = run(1.0, "a")
-    driver.check_identical(run(1.0, "a"), reference, 1, 1)
-    driver.check_close(run(1.0 + 2**-52, "a"), reference)
-    driver.check_loaded(run(1.0, "a"), 0, "a")
-    assert driver.failed_count == 0
-    driver.check_identical(run(1.0 + 2**-52, "a"), reference, 1, 1)
-    driver.check_close(run(1.001, "a"), reference)
-    driver.check_loaded(run(1.0, "b"), 0, "a")
-    driver.check_loaded(run(1.0, "a"), 1, "a")
-    assert driver.failed_count == 4
-    assert capsys.readouterr().out.count("FAILED") == 4

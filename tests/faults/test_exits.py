@@ -16,7 +16,7 @@ import pytest
 import saver_cases as cases
 import torch
 import torch.distributed as dist
-from nursery import Nursery
+from fork_server import ForkServer
 from saver_cases import Hold, is_alive, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -91,9 +91,11 @@ def _save_later(url: str) -> None:
     ("mode", "how"),
     [("thread", "sys.exit"), ("thread", "error"), ("thread", "function"), ("process", "error")],
 )
-def test_save_in_flight_is_flushed(nursery: Nursery, tmp_path: Path, mode: str, how: str) -> None:
+def test_save_in_flight_is_flushed(
+    fork_server: ForkServer, tmp_path: Path, mode: str, how: str
+) -> None:
     """However the main thread ends, the save in flight is committed and nothing else is said."""
-    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, how)
+    codes, printed, errors = fork_server.run(tmp_path, _save_and_end, tmp_path, mode, how)
     assert codes == [{"sys.exit": 3, "error": 1}.get(how, 0)], errors
     target = cases.loaded(tmp_path / "saved", 0)
     assert torch.equal(target["w0"], state_of(0, 7)["w0"])
@@ -105,20 +107,22 @@ def test_save_in_flight_is_flushed(nursery: Nursery, tmp_path: Path, mode: str, 
     assert not any(is_alive(int(pid)) for pid in printed)
 
 
-def test_all_saves_in_flight_are_flushed(nursery: Nursery, tmp_path: Path) -> None:
+def test_all_saves_in_flight_are_flushed(fork_server: ForkServer, tmp_path: Path) -> None:
     """Saves of several savers are all waited for, and of threads that the interpreter waits for."""
-    codes, _, errors = nursery.run(tmp_path, _save_and_end, tmp_path, "thread", "several")
+    codes, _, errors = fork_server.run(tmp_path, _save_and_end, tmp_path, "thread", "several")
     assert (codes, errors) == ([0], "")
     names = [info.name for info in list_checkpoints(tmp_path)]
     assert names == ["saved", "saved-second", "saved-third"]
 
 
 def test_save_to_object_storage_is_flushed(
-    nursery: Nursery, server: S3Server, tmp_path: Path
+    fork_server: ForkServer, server: S3Server, tmp_path: Path
 ) -> None:
     """A client that needs executors of the standard library still has them."""
     given = ("s3://bucket/saved", server.storage_options)
-    codes, _, errors = nursery.run(tmp_path, _save_and_end, tmp_path, "thread", "returns", *given)
+    codes, _, errors = fork_server.run(
+        tmp_path, _save_and_end, tmp_path, "thread", "returns", *given
+    )
     assert (codes, errors) == ([0], "")
     target = {"w0": torch.zeros(1000)}
     ckpt_storage.load(target, given[0], storage_options=given[1])
@@ -130,14 +134,14 @@ def test_save_to_object_storage_is_flushed(
     [("thread", "hangs, sys.exit", 1), ("thread", "hangs", 2), ("process", "hangs, error", 2)],
 )
 def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
-    nursery: Nursery, tmp_path: Path, mode: str, how: str, count: int
+    fork_server: ForkServer, tmp_path: Path, mode: str, how: str, count: int
 ) -> None:
     """What is lost is said once on standard error; the exit code stays the program's own.
 
     Threads that look at the ranks' store all the time do not bring the process down.
     """
     given = (mode, how, "", None, count)
-    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, *given, count=count)
+    codes, printed, errors = fork_server.run(tmp_path, _save_and_end, tmp_path, *given, count=count)
     assert codes == [3 if "sys.exit" in how else 1 if "error" in how else 0] * count, errors
     assert errors.count("is lost") == count
     assert errors.count("while it was writing") == count
@@ -147,14 +151,15 @@ def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
     assert not any(is_alive(int(pid)) for pid in printed)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(
     ("mode", "how"), [("thread", "hangs, late, block"), ("process", "hangs, late, error")]
 )
 def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
-    nursery: Nursery, tmp_path: Path, mode: str, how: str
+    fork_server: ForkServer, tmp_path: Path, mode: str, how: str
 ) -> None:
     """A save that is late by its own deadline, here of 2 s, holds a process up a few seconds."""
-    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, how)
+    codes, printed, errors = fork_server.run(tmp_path, _save_and_end, tmp_path, mode, how)
     ended = time.time()
     assert codes == [1], errors
     assert "ZeroDivisionError" in errors
@@ -163,9 +168,9 @@ def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
 
 
 @pytest.mark.parametrize("mode", cases.MODES)
-def test_forked_child_waits_for_no_save(nursery: Nursery, tmp_path: Path, mode: str) -> None:
+def test_forked_child_waits_for_no_save(fork_server: ForkServer, tmp_path: Path, mode: str) -> None:
     """A child that is forked while a save is in flight, as data loaders do, ends at once."""
-    codes, printed, errors = nursery.run(tmp_path, _save_and_end, tmp_path, mode, "forked")
+    codes, printed, errors = fork_server.run(tmp_path, _save_and_end, tmp_path, mode, "forked")
     assert (codes, errors) == ([0], "")
     assert float(printed[-1]) < 20.0  # it waited for 30 s of no progress
     assert [info.name for info in list_checkpoints(tmp_path)] == ["saved"]
@@ -199,10 +204,10 @@ def _parent(_number: int, folder: Path, mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", cases.MODES)
 def test_child_of_fork_has_no_part_in_its_parents_saver(
-    nursery: Nursery, tmp_path: Path, mode: str
+    fork_server: ForkServer, tmp_path: Path, mode: str
 ) -> None:
     """It is refused saver and handle, saves by itself, and its end leaves the worker alone."""
-    codes, printed, errors = nursery.run(tmp_path, _parent, tmp_path, mode)
+    codes, printed, errors = fork_server.run(tmp_path, _parent, tmp_path, mode)
     assert codes == [0], errors
     assert printed == ["refused", "True"] * 9 + ["exit-code", "0", "same-worker", "True"]
     names = [info.name for info in list_checkpoints(tmp_path)]
@@ -226,9 +231,9 @@ def _trainer(_number: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed trainer", "killed trainer, forks", "stopped by trainer"])
-def test_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path, how: str) -> None:
+def test_worker_ends_with_its_trainer(fork_server: ForkServer, tmp_path: Path, how: str) -> None:
     """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
-    codes, printed, errors = nursery.run(tmp_path, _trainer, tmp_path, how)
+    codes, printed, errors = fork_server.run(tmp_path, _trainer, tmp_path, how)
     assert codes == [-signal.SIGKILL if "killed" in how else 0], errors
     pid, child_pid = int(printed[0]), int(printed[1])
     cases.until(lambda: not is_alive(pid), "the end of the worker")
@@ -248,9 +253,10 @@ def _trainer_of_a_hanging_import(_number: int, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_starting_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.deadline
+def test_starting_worker_ends_with_its_trainer(fork_server: ForkServer, tmp_path: Path) -> None:
     """An import that hangs in a new worker does not outlive a trainer that is killed."""
-    _, printed, errors = nursery.run(tmp_path, _trainer_of_a_hanging_import, tmp_path)
+    _, printed, errors = fork_server.run(tmp_path, _trainer_of_a_hanging_import, tmp_path)
     pid = int(printed[0])
     try:
         cases.until(lambda: not is_alive(pid), "the end of the worker", limit_s=cases.SLACK_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from fault_cells import chosen
 from fault_matrix import Matrix
-from nursery import Nursery
+from fork_server import ForkServer
+
+pytestmark = pytest.mark.deadline
 
 SELECTION = [
     "save | plan | error | member | rank 0",
@@ -20,9 +22,9 @@ SELECTION = [
 
 
 @pytest.fixture(scope="module")
-def matrix(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+def matrix(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     """One that keeps its checkpoints to begin with."""
-    return Matrix(nursery, tmp_path_factory.mktemp("matrix"))
+    return Matrix(fork_server, tmp_path_factory.mktemp("matrix"))
 
 
 @pytest.mark.parametrize("name", SELECTION)

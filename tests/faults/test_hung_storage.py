@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from dcp_cases import seeded
 from fault_ranks import Line
-from nursery import Nursery, ended
+from fork_server import ForkServer, exit_codes
 from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage.store.threads import abandoned_thread_count
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
+
+pytestmark = pytest.mark.deadline
 
 PHASE_S = 4.0
 SLACK_S = 5.0
@@ -65,7 +67,7 @@ def _call(line: Line, world_size: int, call: str, options: dict[str, Any]) -> No
 
 
 def told_by(
-    nursery: Nursery,
+    fork_server: ForkServer,
     world_sizes: Sequence[int],
     folder: Path,
     call: str,
@@ -81,12 +83,12 @@ def told_by(
     lines = [line for world in worlds for line in world]
     logs = {line: line.folder / f"log-{line.rank}" for line in lines}
     for line, log in logs.items():
-        nursery.start(log, _call, line, int(line.folder.name), call, options)
+        fork_server.start(log, _call, line, int(line.folder.name), call, options)
     until(lambda: all(line.read_report("ready") for line in lines), "all ranks are ready", 150.0)
     hang()
     for line in lines:
         line.answer("ready")
-    codes = ended(logs.values(), PHASE_S + SLACK_S + EXIT_S)
+    codes = exit_codes(logs.values(), PHASE_S + SLACK_S + EXIT_S)
     assert codes == [0] * len(lines), codes
     return [[line.read_report("ended") or {} for line in world] for world in worlds]
 
@@ -114,11 +116,17 @@ def assert_gave_up(told: list[Told], *, phase: str) -> None:
     ],
 )
 def test_a_server_that_never_answers_ends_at_the_deadline(
-    nursery: Nursery, server: S3Server, tmp_path: Path, call: str, op: str, key: str, phase: str
+    fork_server: ForkServer,
+    server: S3Server,
+    tmp_path: Path,
+    call: str,
+    op: str,
+    key: str,
+    phase: str,
 ) -> None:
     """Two ranks and one alone name rank and phase in time, and their processes exit."""
     hang = partial(server.faults, [FaultRule(op=op, key=key, action="hang", times=0)])
-    for told in told_by(nursery, (2, 1), tmp_path, call, server.storage_options, hang):
+    for told in told_by(fork_server, (2, 1), tmp_path, call, server.storage_options, hang):
         if phase != "commit":
             assert_gave_up(told, phase=phase)
             continue
@@ -128,15 +136,17 @@ def test_a_server_that_never_answers_ends_at_the_deadline(
             assert one["wall_s"] < PHASE_S + SLACK_S, one
 
 
-def test_a_stopped_server_process_ends_at_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_stopped_server_process_ends_at_the_deadline(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """A server stopped by SIGSTOP is given up on both ranks, and their processes exit."""
     line = Line(tmp_path, 0)
-    nursery.start(tmp_path / "server", _serve, line)
+    fork_server.start(tmp_path / "server", _serve, line)
     until(lambda: line.read_report("serving"), "the server")
     serving = line.read_report("serving") or {}
     stop = partial(os.kill, serving["pid"], signal.SIGSTOP)
     try:
-        (told,) = told_by(nursery, [2], tmp_path, "save", serving["options"], stop)
+        (told,) = told_by(fork_server, [2], tmp_path, "save", serving["options"], stop)
     finally:
         os.kill(serving["pid"], signal.SIGKILL)
     assert_gave_up(told, phase="plan")

@@ -199,6 +199,7 @@ def test_restart_under_the_same_torchrun(tmp_path: Path, rendezvous: Any) -> Non
     assert [event["attempt"] for event in logs.all("final")] == [1, 1]
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("mode", [THREAD, PROCESS])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_held_interpreter_lock(tmp_path: Path, mode: dict[str, Any], rank: int) -> None:
@@ -236,6 +237,7 @@ def stalled(settings: Settings, pid_of: Any) -> Logs:
         return finished(job)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_rank(tmp_path: Path, rank: int) -> None:
     """A rank that is stopped and continued strands nobody, and takes part in the next save."""
@@ -244,6 +246,7 @@ def test_stopped_rank(tmp_path: Path, rank: int) -> None:
     assert_stall_was_survived(logs, "thread")
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_rank_with_a_worker(tmp_path: Path, rank: int) -> None:
     """A rank that is stopped does not take its own healthy worker for dead afterwards."""

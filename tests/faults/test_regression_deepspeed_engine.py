@@ -12,8 +12,9 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import pytest
 import saver_cases as cases
-from nursery import Nursery
+from fork_server import ForkServer
 
 from ckpt_storage import RankFailedError, SaveState, list_checkpoints
 from ckpt_storage.testing.ranks import RankPool
@@ -97,6 +98,7 @@ def _killed(rank: int, folder: str) -> list[Any]:
     return [type(error).__name__, str(error), handle.state, waited_s, forgotten_s]
 
 
+@pytest.mark.deadline
 def test_killed_worker_is_an_error_on_all_ranks_and_training_goes_on(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -120,8 +122,8 @@ def _dies_with_its_save(_number: int, folder: Path) -> None:
     # Nobody waits, nobody closes: the interpreter ends, and finalizers run.
 
 
-def test_exit_is_not_blocked_by_a_dead_worker(nursery: Nursery, tmp_path: Path) -> None:
+def test_exit_is_not_blocked_by_a_dead_worker(fork_server: ForkServer, tmp_path: Path) -> None:
     """Ours: an interpreter ends though the worker died with a save, and the failure is told."""
-    codes, _, errors = nursery.run(tmp_path, _dies_with_its_save, tmp_path)
+    codes, _, errors = fork_server.run(tmp_path, _dies_with_its_save, tmp_path)
     assert codes == [0], errors
     assert "was ended by SIGKILL in the write phase" in errors

@@ -94,6 +94,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
     return seen
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("cells", [KILLED[:5], KILLED[5:]], ids=["before", "committing"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_worker_that_is_ended_is_told_on_all_ranks(
@@ -139,6 +140,7 @@ def _dies_while_others_write(rank: int, folder: str) -> list[Any]:
         return [handle.state if handle.exception(cases.END_S) else None, waited_s]
 
 
+@pytest.mark.deadline
 def test_worker_that_is_ended_while_others_write_is_told_at_once(
     ranks: RankPool, tmp_path: Path
 ) -> None:

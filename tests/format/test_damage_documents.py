@@ -212,6 +212,26 @@ def test_a_document_that_cannot_be_is_refused(
     assert path != "type" or "'moved'" in str(error)
 
 
+def test_a_rank_manifest_of_another_save_is_refused(checkpoint: Checkpoint) -> None:
+    """Its save id must be that of the manifest that names it."""
+    checkpoint.change(document(checkpoint, "rank"), put("save_id", OTHER_ID))
+    error = refusal(checkpoint)
+    assert isinstance(error, FormatError)
+    assert OTHER_ID in str(error)
+
+
+def test_a_chunk_of_another_shape_is_refused(checkpoint: Checkpoint) -> None:
+    """A rank manifest with 3x2 elements where the manifest has 2x3 contradicts it."""
+
+    def transpose(body: Any) -> None:
+        sizes = body["boxes"]["sizes"]
+        at = sizes.index(3)
+        sizes[at - 1 : at + 1] = [3, 2]
+
+    checkpoint.change(document(checkpoint, "rank"), transpose)
+    assert "[2, 3]" in str(refusal(checkpoint))
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -71,12 +71,15 @@ def survives_torch(dtype: torch.dtype) -> bool:
     return bool(loaded.dtype == dtype)
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental:UserWarning")
 def test_all_dtypes_that_torch_can_store_are_known() -> None:
-    """A dtype is in the table exactly if torch can copy, save and load it."""
+    """A dtype is in the table exactly if torch can copy, save and load it, but for newer ones."""
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     storable = {str(dtype).removeprefix("torch.") for dtype in known if survives_torch(dtype)}
     unknown = {"float4_e2m1fn_x2"} if torch.__version__ < "2.10" else set()
-    assert set(DTYPES) - unknown == storable
+    # New in torch 2.14; a save refuses it by name until a version of the format has it.
+    newer = {"bcomplex32"}
+    assert set(DTYPES) - unknown == storable - newer
 
 
 class TestEnvelope:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import ROOT, need
 from safetensors.torch import load_file
-from warm import run_script
 
 import ckpt_storage
 from ckpt_storage import CheckpointNotFoundError, FormatError, UnsafeContentError

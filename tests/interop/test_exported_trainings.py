@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, need
-from warm import run_script
 
 import ckpt_storage
 from ckpt_storage.testing.s3_server import S3Server

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, need, sound
 from safetensors.torch import load_file
-from warm import run_script
 
 import ckpt_storage
 from ckpt_storage import (
@@ -216,6 +216,16 @@ def test_hooks_that_take_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="hooks"):
         save_state(accelerator, tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()
+
+
+def test_their_own_save_state_takes_a_url_for_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Accelerator.save_state("s3://...")` writes to the folder `s3:`, as the page warns."""
+    monkeypatch.chdir(tmp_path)
+    accelerator, *_ = prepared()
+    accelerator.save_state("s3://bucket/run")
+    assert (tmp_path / "s3:/bucket/run/model.safetensors").is_file()
 
 
 def test_the_functions_of_accelerate_have_the_parameters_that_are_used() -> None:

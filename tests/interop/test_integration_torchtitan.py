@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from copy_cases import flip
+from fork_server import run_script
 from integration_tools import ROOT, missing
-from warm import run_script
 
 import ckpt_storage
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from copy_cases import flip
+from fork_server import run_script
 from integration_tools import ROOT, need, sound
-from warm import run_script
 
 import ckpt_storage
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
+from fork_server import run_script
 from safetensors.torch import load
 from test_integration_torchtitan import SUPPORT, titan_environment
-from warm import run_script
 
 from ckpt_storage.testing.s3_server import S3Server
 

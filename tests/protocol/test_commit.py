@@ -185,6 +185,15 @@ def test_a_slot_that_another_holds_is_lost_to_it(*, exclusive_create: bool) -> N
     assert "overwrite" not in str(error), "nobody is told to replace the winner"
 
 
+def test_of_two_equal_records_only_the_first_takes_the_slot(store: tools.DictStore) -> None:
+    """A record without a save, as two cleaners write at once, is known by its write id."""
+    (first, is_first), (second, is_second) = (
+        slotlog.take_slot(store, "fence", 1, None) for _ in range(2)
+    )
+    assert (is_first, is_second) == (True, False)
+    assert second.write_id == first.write_id
+
+
 def test_a_torn_slot_is_unknown_not_failed(store: tools.DictStore) -> None:
     """A storage that tore the record apart leaves a slot that says nothing about the winner."""
     faulty = store.failing(Rule(action="short", operation="put_absent"))

@@ -72,6 +72,7 @@ def test_ranks_that_disagree_are_listed_by_value() -> None:
         assert "0-1" in str(error)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("missing", "named"), [([2, 3], "Ranks 2-3 "), ([0], "Rank 0 ")])
 def test_a_rank_that_does_not_arrive_is_named_by_all_that_do(
     missing: list[int], named: str
@@ -173,6 +174,7 @@ def test_errors_that_do_not_pickle_reach_all(kind: type[BaseException], who: int
     assert all(text in str(error) for error in errors(ended))
 
 
+@pytest.mark.deadline
 def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age() -> None:
     """All live ranks raise an error that says which rank fell silent, where and since when."""
     each((0, 3), _check_silent_rank)
@@ -217,6 +219,7 @@ def _check_silent_rank(who: int) -> None:
         assert one.wall_s < SILENCE_S + SLACK_S
 
 
+@pytest.mark.deadline
 def test_a_busy_rank_fails_the_operation_at_its_deadline_not_before() -> None:
     """A rank that lives but makes no progress is named by a timeout, and not as silent."""
     each((0, 1), _check_busy_rank)
@@ -249,6 +252,7 @@ def _check_busy_rank(who: int) -> None:
     assert any(isinstance(one.error, PhaseTimeoutError) for one in ended)
 
 
+@pytest.mark.deadline
 def test_a_rank_that_loses_the_store_is_named_within_the_deadline() -> None:
     """By itself, and by the others unless they lost the store as well."""
     each(itertools.product(("fails", "hangs"), ("before", "in the middle")), _check_lost_store)
@@ -287,6 +291,7 @@ def _check_lost_store(how: str, when: str) -> None:
         assert one.wall_s < 1.0 + SLACK_S
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("when", ["before", "in the middle"])
 def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
     """Each names itself, as nobody knows more, within the deadline."""
@@ -404,6 +409,7 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
     assert values(run(group(SharedStore(), 2), body)) == [not is_late, False]
 
 
+@pytest.mark.deadline
 def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_end() -> None:
     """A rank that dies before it read the outcome keeps the coordinator no longer than promised."""
     gone, store = threading.Event(), SharedStore()

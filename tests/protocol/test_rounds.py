@@ -134,6 +134,7 @@ def test_a_skipped_save_fails_for_the_others_and_no_later_one(skipping: int) -> 
         assert saved == [{200}, {300}]
 
 
+@pytest.mark.deadline
 def test_the_rank_ahead_keeps_its_deadline() -> None:
     """It waits no longer than its own call may, however many numbers are given up meanwhile."""
     begin = threading.Event()
@@ -484,6 +485,7 @@ def test_a_member_that_waits_for_an_unclaimed_commit_fails_it_for_all() -> None:
         assert after == {2}
 
 
+@pytest.mark.deadline
 def test_an_outcome_that_did_not_reach_the_store_is_published_by_the_next_call() -> None:
     """The members that wait for it return then; the coordinator does not wait for them before."""
     store = SharedStore()

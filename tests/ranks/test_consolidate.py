@@ -233,6 +233,7 @@ def _consolidate_and_die(
     return str(caught(consolidate, url, timeout=timeouts)), time.monotonic() - start_s
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(
     ("victim", "holder", "name"),
     [(1, Upload, "write_part"), (0, Upload, "complete"), (0, ExportFolder, "publish")],

@@ -18,7 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage_cases import Checkpoint, body_of
-from dcp_cases import assert_holds, cut, planner, raw_bytes, refused, resolving, seeded, told
+from dcp_cases import (
+    assert_holds,
+    cut,
+    errors_by_rank,
+    planner,
+    raw_bytes,
+    refused,
+    resolving,
+    seeded,
+)
 from on_ranks import gathered, on_ranks
 from saver_cases import END_S, quick_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -169,7 +178,9 @@ def failing(*_: Any) -> NoReturn:
 def test_an_exception_that_does_not_pickle_reaches_all_ranks(rank: int, tmp_path: Path) -> None:
     """It is replaced by one of ours with its type and text; no rank hangs, nothing commits."""
     own = resolving(failing) if rank else None
-    raised = told(dcp_cases.save, STATE | {f"own-{rank}": rank}, tmp_path / "run", planner=own)
+    raised = errors_by_rank(
+        dcp_cases.save, STATE | {f"own-{rank}": rank}, tmp_path / "run", planner=own
+    )
     assert list(raised) == [1]
     assert isinstance(raised[1], errors.CheckpointError)
     assert "UnpicklableError: 503 Slow Down" in str(raised[1])

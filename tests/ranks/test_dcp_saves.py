@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_cases import assert_holds, cut, planner, refused, same, seeded, told, zeros_like
+from dcp_cases import assert_holds, cut, errors_by_rank, planner, refused, same, seeded, zeros_like
 from on_ranks import gathered, on_ranks
 from torch.distributed.checkpoint import _async_process_executor as process_mode
 from torch.distributed.checkpoint.metadata import Metadata
@@ -56,7 +56,7 @@ def test_what_is_of_one_save_is_equal_on_all_ranks(rank: int, tmp_path: Path) ->
         version = mine.pop("the version of ckpt_storage", ckpt_storage.__version__)
         with patch("ckpt_storage.saves.session.__version__", version):
             url = mine.pop("the checkpoint's URL", a)
-            raised = told(dcp_cases.save, state_of(0), url, **mine)
+            raised = errors_by_rank(dcp_cases.save, state_of(0), url, **mine)
         assert sorted(raised) == [0, 1, 2]
         for error in raised.values():
             assert isinstance(error, errors.RankMismatchError)
@@ -81,7 +81,7 @@ def test_unlike_values_by_one_name_are_refused(rank: int, tmp_path: Path) -> Non
     """All ranks raise, with the name and who holds what; no rank's tensor is dropped."""
     for other in (torch.ones(4), torch.ones(3, dtype=torch.float16)):
         state = {"same": torch.ones(2), "value": other if rank else torch.ones(3)}
-        raised = told(dcp_cases.save, state, tmp_path / "run")
+        raised = errors_by_rank(dcp_cases.save, state, tmp_path / "run")
         with pytest.raises(errors.RankMismatchError) as by_ours:
             ckpt_storage.save(state, tmp_path / "run")
         for error in (*raised.values(), by_ours.value):
@@ -103,7 +103,9 @@ def test_another_writer_on_one_rank_is_refused_by_all(
     writer: Any = CheckpointStorageWriter(tmp_path / "ours")
     if rank == stock_rank:
         writer = dcp.FileSystemWriter(tmp_path / "stock")
-    error = told(dcp.save, state_of(rank) | {f"own {rank}": rank}, storage_writer=writer)[who]
+    error = errors_by_rank(dcp.save, state_of(rank) | {f"own {rank}": rank}, storage_writer=writer)[
+        who
+    ]
     assert isinstance(error, errors.InvalidInputError)
     assert text in str(error)
     gathered()

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -237,7 +239,7 @@ def test_what_a_tensor_says_of_its_parts_counts_where_torch_asks(
     monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Then no plan is kept for it; other releases take it for a whole one."""
-    monkeypatch.setattr(tensors, "_is_known", known)
+    monkeypatch.setattr(tensors, "_torch_reads_parts", known)
     state = {"part": marked(torch.ones(2, 3), (8, 3), ((0, 0),), ((0, 0),), ((2, 3),))}
     kept = structure_of(state, {"part": ("part",)}, rank=0, world_size=1)
     assert (kept is None) is known
@@ -362,6 +364,27 @@ def test_a_load_with_another_sharding_equals_slicing(rank: int, saved: Path) -> 
             run_count = most_runs if needed_bytes else 0
             assert needed_bytes <= sum(lengths) <= needed_bytes + 2 * BLOCK_BYTES * run_count
             assert (needed_bytes > 0) <= len(lengths) <= sum(lengths) // MIB + 3 * run_count
+
+
+@on_ranks()
+def test_a_resharding_load_logs_what_each_rank_reads(rank: int, saved: Path) -> None:
+    """One debug line has the bytes that this rank wants and reads, the requests, and the rank."""
+    state = {"tall": cut(torch.zeros_like(whole("tall")), Shard(1))}
+    lines: list[str] = []
+    log, handler = logging.getLogger("ckpt_storage"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        with counted_reads() as lengths:
+            dcp_cases.load(state, saved)
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
+    (line,) = [line for line in lines if " wants " in line]
+    assert f"rank {rank} wants {state['tall'].to_local().nbytes} bytes" in line
+    (read,) = re.findall(r"It reads (\d+) bytes in \d+ requests", line)
+    assert int(read) == sum(lengths)
 
 
 def test_small_tensors_share_requests(tmp_path: Path) -> None:

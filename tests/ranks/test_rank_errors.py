@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.testing._internal.distributed.fake_pg  # registers it
-from dcp_cases import assert_holds, load_stock, resolving, same, seeded, told
+from dcp_cases import assert_holds, errors_by_rank, load_stock, resolving, same, seeded
 from front_door_cases import caught, default_group, state_of
 from on_ranks import gathered, on_ranks
 from saver_cases import until
@@ -138,6 +138,7 @@ def _die_while_saving(rank: int, folder: Path, victim: int, kind: str) -> None:
         )
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("victim", "kind"), [(1, "file"), (0, "tcp")], ids=str)
 def test_a_rank_that_is_killed_in_its_write_is_named_within_ten_seconds(
     ranks: RankPool, tmp_path: Path, victim: int, kind: str
@@ -266,7 +267,7 @@ def test_regression_own_clocks_stock_save_succeeds_and_cannot_be_loaded(
     """The pattern fails here: every rank reports success, and loading misses a file."""
     dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(path_of(rank, tmp_path)))
     reader = dcp.FileSystemReader(path_of(0, tmp_path))
-    raised = told(dcp.load, state_of(1), storage_reader=reader).values()
+    raised = errors_by_rank(dcp.load, state_of(1), storage_reader=reader).values()
     assert any(isinstance(one, FileNotFoundError) and ".distcp" in str(one) for one in raised)
 
 
@@ -279,7 +280,7 @@ def test_regression_own_clocks_are_refused_on_all_ranks_before_anything_is_made(
     writer = CheckpointStorageWriter(path)
     for error in (
         caught(ckpt_storage.save, state_of(1), path, timeout=20.0),
-        told(dcp.save, state_of(1), storage_writer=writer)[rank],
+        errors_by_rank(dcp.save, state_of(1), storage_writer=writer)[rank],
     ):
         assert isinstance(error, errors.RankMismatchError)
         by_end = {value[-2:]: who for value, who in error.values.items()}

@@ -30,7 +30,7 @@ from saver_cases import (
     quick_timeouts,
     save_step,
     state_of,
-    told,
+    summary_of,
     until,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -406,7 +406,7 @@ def test_step_guard_raises_no_failure_of_a_save(
         assert handle.is_staged()
     error = handle.exception(END_S)
     assert "out of memory" in str(error)
-    assert told(error) == ("CheckpointError", 0, "stage")
+    assert summary_of(error) == ("CheckpointError", 0, "stage")
     assert handle.state is SaveState.FAILED
     gc.collect()
     assert source() is None

@@ -90,7 +90,7 @@ def sent_bytes(server: S3Server) -> int:
 def eager() -> Iterator[None]:
     """Share anything at all, in units of 64 KiB."""
     with (
-        patch.multiple(sharing, _LEAST_SAVED_BYTES=1, _MOST_GAP_BYTES=KIB),
+        patch.multiple(sharing, _MIN_SAVED_BYTES=1, _MAX_GAP_BYTES=KIB),
         patch.object(session, "unit_for", lambda _: 64 * KIB),
     ):
         yield

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, finish
 from servers import AZURE_KEY, Running
 from suites import SuiteAt
-from warm import run_script
 
 import ckpt_storage
 from ckpt_storage.store import Backend, Location, Settings

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damage_cases import Checkpoint
 from local_stores import local_store
 
 import ckpt_storage
@@ -19,7 +20,7 @@ from ckpt_storage import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.commit import slotlog
 from ckpt_storage.format import documents
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import MAX_SLOT_BYTES, seal
+from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, MAX_SLOT_BYTES, seal
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -85,6 +86,15 @@ def test_a_sparse_document_is_read_no_further_than_it_may_be_long(
     else:
         assert names == ["good"]
         assert "odd is left out of the list" in caplog.text
+
+
+def test_a_reference_beyond_the_ceiling_is_refused_before_the_read(folder: Path) -> None:
+    """A commit record names a manifest longer than any may be, a sparse file of that length."""
+    checkpoint, size_bytes = Checkpoint(folder), MAX_DOCUMENT_BYTES + 1
+    checkpoint.change(checkpoint.slot, lambda body: body["manifest"].update(bytes=size_bytes))
+    os.truncate(checkpoint.manifest, size_bytes)
+    with little_memory(), pytest.raises(IntegrityError, match=r"manifest\.json"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

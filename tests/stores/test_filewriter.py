@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_stores import Remote, until
 
-from ckpt_storage.errors import PhaseTimeoutError, StorageError
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, StorageError
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.saves.shardfile import ShardFileWriter
+from ckpt_storage.saves.shardfile import Item, ShardFileWriter
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Buffers, Part
 from ckpt_storage.store.deadline import Deadline
@@ -140,6 +140,25 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     assert BUDGET.held_bytes == 0
 
 
+@pytest.mark.parametrize("actual_bytes", [99, 101, 20_000])
+@pytest.mark.parametrize("payload_bytes", [100, 10_000])
+def test_an_item_of_another_length_is_an_error(payload_bytes: int, actual_bytes: int) -> None:
+    """A payload with fewer or more bytes than its item declares ends the file."""
+    data = pattern(1, actual_bytes)
+    item = Item(
+        fqn="w",
+        dtype=None,
+        offsets=(),
+        sizes=(),
+        payload_bytes=payload_bytes,
+        views=lambda _: [data],
+    )
+    file = writer(remote())
+    with pytest.raises(CheckpointError, match=f"{actual_bytes} bytes, not {payload_bytes}"):
+        file.append(item)
+    file.abort()
+
+
 def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     """A part on its way to a server counts twice; the one being filled counts too."""
     store = FaultBackend(remote(), [Rule(action="hang", operation="put_part", hit_count=None)])
@@ -175,7 +194,7 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
         part_bytes=PART_BYTES, thread_count=thread_count, block_bytes=BLOCK_BYTES
     )
     file = writer(store, options)
-    with pytest.raises(StorageError, match="A rule of the test says so"):
+    with pytest.raises(StorageError, match="Fault injected by a rule"):
         file.payload([memoryview(bytes(PART_BYTES))] * 200)
     file.abort()
     assert list(store.inner.list("", recursive=True)) == []

@@ -182,6 +182,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
 }
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
     """Listings and deletions are no exception, nor is an opener that looks up credentials, say."""
@@ -206,6 +207,7 @@ def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
     hang.set()
 
 
+@pytest.mark.deadline
 def test_a_disk_that_hangs_is_looked_at_within_a_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

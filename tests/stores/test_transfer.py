@@ -130,12 +130,14 @@ def test_a_memory_limit_below_the_storages_least_part_is_refused() -> None:
         part_bytes_for(capabilities, tight, 10)
 
 
-@pytest.mark.parametrize(("told", "mib"), [("", 256), ("8", 128), ("100", 64), ("x", 256)])
+@pytest.mark.parametrize(
+    ("local_size", "mib"), [("", 256), ("0", 256), ("8", 128), ("100", 64), ("x", 256)]
+)
 def test_ranks_of_a_node_share_what_is_the_default(
-    told: str, mib: int, monkeypatch: pytest.MonkeyPatch
+    local_size: str, mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gibibyte in all, no more than one alone has, and enough for some parts."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
     assert default_memory_limit_bytes() // MIB == mib
     # Of an export one part is read while another is written.
     assert default_memory_limit_bytes() >= 4 * DEFAULT_PART_BYTES

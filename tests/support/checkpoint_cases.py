@@ -1,4 +1,4 @@
-"""Checkpoints of all four formats to open, made on two ranks by whoever defines the format."""
+"""Checkpoints of all four formats to open, made on two ranks by the format's own writer."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ def weight(step: int) -> torch.Tensor:
 
 def gather_on_cpu(_self: object, data: object, process_group: Any = None) -> dict[int, Any]:
     """Gather as theirs does on CUDA devices, which it insists on."""
-    found: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(found, data, group=process_group)
-    return dict(enumerate(found))
+    payloads: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(payloads, data, group=process_group)
+    return dict(enumerate(payloads))
 
 
 def async_config() -> AsyncCheckpointSaverConfig:
@@ -160,8 +160,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901  # one job,
         target = {"weight": sharded(torch.zeros(ROWS, 16)), "bias": torch.zeros(3)}
         kind = CheckpointStorageFormat if reads_ours else None
         manager.load(f"{url}/step-{options['load']}", into={"model": target}, metadata_format=kind)
-        found = target["weight"]
-        whole = found if mesh is None else found.full_tensor()
+        loaded = target["weight"]
+        whole = loaded if mesh is None else loaded.full_tensor()
         answers["is_equal"] = torch.equal(whole, weight(options["load"]))
         answers["bias"] = target["bias"].tolist()
     if not answers["saves"] or answers["saves"][-1] == "ok":

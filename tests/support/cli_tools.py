@@ -43,7 +43,7 @@ def make_run(root: Path) -> Path:
 
 
 def call(*arguments: str | Path, env: Mapping[str, str | None] | None = None) -> Result:
-    return CliRunner().invoke(app, [str(one) for one in arguments], env=env)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
 
 
 def answer(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
@@ -66,22 +66,22 @@ FREE = {
 
 
 def check_documented(body: dict[str, Any]) -> None:
-    """Fail if an answer has a key that the docs do not promise, or lacks one that they do."""
+    """Fail if an answer has undocumented keys, or lacks documented keys."""
     schema = body.pop("schema")
     (row,) = re.findall(rf"^\| `{re.escape(schema)}` \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
     promised = set(re.findall(r"`([a-z0-9_.]+)`", row))
-    found = _keys_of(schema.split(".")[-1].split("/")[0], body)
-    assert found <= promised, f"{schema}: {sorted(found - promised)} are not documented"
-    lacking = {key for key in promised - found if "." not in key} - {"files", "history"}
+    keys = _keys_of(schema.split(".")[-1].split("/")[0], body)
+    assert keys <= promised, f"{schema}: {sorted(keys - promised)} are not documented"
+    lacking = {key for key in promised - keys if "." not in key} - {"files", "history"}
     assert not lacking, f"{schema}: {sorted(lacking)} are missing"
 
 
 def _keys_of(command: str, value: Any, prefix: str = "") -> set[str]:
     if isinstance(value, list):
-        return {key for one in value for key in _keys_of(command, one, prefix)}
+        return {key for item in value for key in _keys_of(command, item, prefix)}
     if not isinstance(value, dict) or f"{command} {prefix}" in FREE:
         return set()
-    inner = (_keys_of(command, one, f"{prefix}{key}.") for key, one in value.items())
+    inner = (_keys_of(command, item, f"{prefix}{key}.") for key, item in value.items())
     return {f"{prefix}{key}" for key in value}.union(*inner)
 
 

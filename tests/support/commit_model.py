@@ -251,7 +251,7 @@ class Watch:
         if now.stock is not None:
             assert now.stock in now.committed, ".metadata shows what never committed"
             # A saver whose checkpoint is deleted while it publishes takes that back at once.
-            # Without conditions one that was paused may show what was freed, until it looks again.
+            # Without conditions a paused actor may show freed files until it looks again.
             is_mended = not self._conditional or now.stock in now.deleted
             assert is_mended or tools.is_whole(files, now.stock), ".metadata dangles"
         if not self._ends:
@@ -263,7 +263,7 @@ class Watch:
 
 
 def check_end(disk: tools.Disk, capabilities: Capabilities, actors: Sequence[Actor]) -> None:
-    """Check results, and that whoever comes next finds everything in order."""
+    """Check results, and that later operations succeed."""
     files = disk.files
     now = tools.seen(files)
     for actor in actors:
@@ -353,7 +353,7 @@ def check_schedules(
 ) -> str:
     """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
     ends, count, steps = scenario.ends, 0, 0
-    # Removers have the most schedules, and are told of changes by conditions alone.
+    # Removers have the most schedules, and notice changes only by conditions.
     bound = scenario.bound if capabilities.if_match or ends != "removes" else 0
     in_order: Iterable[Chooser] = Preempting(bound).schedules() if systematic else ()
     origin = tools.Disk()

@@ -48,16 +48,16 @@ Gate = Callable[[str, str], None]
 T = TypeVar("T")
 
 IN_TURN = ("as listed", "backwards")
-"""Orders of requests that go side by side; with one cut off in between, all that can be left."""
+"""Orders of concurrent requests; cut off in between, they leave every possible remainder."""
 
 
 def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`."""
+    """Run concurrent requests one after another, in the orders of `IN_TURN`."""
 
     def in_turn(calls: Sequence[Callable[[], Any]], *_: object, **_options: object) -> list[Any]:
         numbers = range(len(calls))
-        found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
-        return [found[i] for i in numbers]
+        results = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
+        return [results[i] for i in numbers]
 
     for module in list(sys.modules.values()):
         if getattr(module, "some_at_once", None) is side_by_side:
@@ -292,8 +292,8 @@ deleted = deletion.delete
 
 def body_of(data: bytes) -> dict[str, object]:
     """Return the body of a sealed document, unchecked."""
-    found: dict[str, object] = json.loads(data)["body"]
-    return found
+    body: dict[str, object] = json.loads(data)["body"]
+    return body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

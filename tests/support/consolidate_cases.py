@@ -71,20 +71,20 @@ def small_model(version: int) -> dict[str, torch.Tensor]:
 
 def expected_of(state: Mapping[str, torch.Tensor]) -> Tensors:
     """Return dtype (as safetensors spells it), shape and bytes by name."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, tensor in state.items():
         kind = DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors
         shape = list(tensor.shape)
         if kind == "F4":
             shape[-1] *= 2  # two numbers in an element of torch's
-        found[name] = (str(kind), tuple(shape), raw_bytes(tensor))
-    return found
+        tensors[name] = (str(kind), tuple(shape), raw_bytes(tensor))
+    return tensors
 
 
 def tensors_of(files: Mapping[str, bytes]) -> Tensors:
     """Return what the files of an export hold, by the safetensors library, following the index."""
     index = json.loads(files[INDEX])
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in sorted(set(index["weight_map"].values())):
         data = files[file]
         start = int.from_bytes(data[:8], "little") + 8
@@ -93,19 +93,19 @@ def tensors_of(files: Mapping[str, bytes]) -> Tensors:
         assert header["__metadata__"] == {"format": "pt"}
         for name, tensor in deserialize(data):  # type: ignore[no-untyped-call]  # from Rust
             assert index["weight_map"][name] == file
-            assert name not in found
+            assert name not in tensors
             item = len(tensor["data"]) // max(math.prod(tensor["shape"]), 1)
             assert header[name]["data_offsets"][0] % max(item, 1) == 0
-            found[name] = (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
-    assert found.keys() == index["weight_map"].keys()
-    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in found.values())
-    return found
+            tensors[name] = (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
+    assert tensors.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in tensors.values())
+    return tensors
 
 
 def check(files: Mapping[str, bytes], state: Mapping[str, torch.Tensor]) -> None:
-    expected, found = expected_of(state), tensors_of(files)
-    assert found.keys() == expected.keys()
-    wrong = [name for name in expected if found[name] != expected[name]]
+    expected, exported = expected_of(state), tensors_of(files)
+    assert exported.keys() == expected.keys()
+    wrong = [name for name in expected if exported[name] != expected[name]]
     assert not wrong, wrong
 
 
@@ -140,6 +140,8 @@ def export(
 def save_and_export(
     rank: int, url: str | Path, options: dict[str, Any], dtypes: list[str] | None = None
 ) -> ConsolidationReport:
-    given = options.get("storage_options")
-    ckpt_storage.save(sharded_state(dtypes), url, sync_files=False, storage_options=given)
+    options_of_storage = options.get("storage_options")
+    ckpt_storage.save(
+        sharded_state(dtypes), url, sync_files=False, storage_options=options_of_storage
+    )
     return export(rank, url, options=options)

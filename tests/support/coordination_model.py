@@ -583,13 +583,13 @@ class Search:
     def _canonical(self, state: State) -> State:
         if not self._merge:
             return state
-        zero, one, two = state.locals
-        if one < two:
+        zero, first, second = state.locals
+        if first < second:
             return state
         store = self._swapped_store(state.store)
-        if one == two and store >= state.store:
+        if first == second and store >= state.store:
             return state
-        return State(store, self._swapped_ghost(state.ghost), (zero, two, one), state.budget)
+        return State(store, self._swapped_ghost(state.ghost), (zero, second, first), state.budget)
 
     def _swapped_store(self, number: int) -> int:
         items = self.stores.values[number]
@@ -598,10 +598,10 @@ class Search:
     def _swapped_ghost(self, number: int) -> int:
         ghost: Ghost = self.ghosts.values[number]
         commits = tuple((round_, (a, c, b)) for round_, (a, b, c) in ghost.commits)
-        zero, one, two = ghost.outcomes
+        zero, first, second = ghost.outcomes
         in_flight = tuple((r[0], _swapped_key(r[1]), *r[2:]) for r in ghost.in_flight)
         return self.ghosts[
-            ghost._replace(commits=commits, outcomes=(zero, two, one), in_flight=in_flight)
+            ghost._replace(commits=commits, outcomes=(zero, second, first), in_flight=in_flight)
         ]
 
 

@@ -4,8 +4,8 @@ A rank runs a call in phases. A phase is a generator that yields requests to the
 and to the storage, gets their replies, and returns the next phase; one request is one atomic
 step. `coordination_model` searches all orders of these steps.
 
-Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once is like one that
-succeeds, so a request fails only for good. The coordinator polls, so it may look at any time. A
+Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once is like a
+success, so a request fails only for good. The coordinator polls, so it may look at any time. A
 `compare_set` of a verdict and the `set` of the release are one request. Other terms than the
 operation (options) are left out: a mismatch fails all ranks, as operations that are neither equal
 nor ordered do. The nonce of a rank is its incarnation. The number of restarts in a token, which

@@ -69,11 +69,11 @@ def make(kind: str, state: dict[str, Any], path: Path) -> None:
 
 
 def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = zeros_like(state)
+    target: dict[str, Any] = zeros_like(state)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return found
+        dcp.load(target, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return target
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""A checkpoint to damage, and what tells whether the damage was found.
+"""A checkpoint to damage, and checks of how the damage is reported.
 
 Where things lie is read from the documents with `json`, by docs/format.md; nothing here calls the
 package but its writer and reader.
@@ -47,7 +47,7 @@ class Span:
 
 
 class Checkpoint:
-    """The files of a checkpoint in one slot, and changes that its checksums bear out."""
+    """The files of a checkpoint with one slot, and changes to them with valid checksums."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -63,7 +63,7 @@ class Checkpoint:
 
     def spans(self) -> list[Span]:
         """Return what the checksums are of, for all shard files."""
-        found = []
+        rows = []
         for rank, body in enumerate(map(body_of, self.ranks)):
             for index, file in enumerate(body["files"]):
                 place, end = self.manifest.with_name(f"__{rank}_{index}.distcp"), 0
@@ -72,12 +72,12 @@ class Checkpoint:
                     edges = [*range(begin, begin + length, BLOCK_BYTES), begin + length]
                     cuts = [(None, end, begin)]
                     cuts += [(body["fqns"][name], *pair) for pair in itertools.pairwise(edges)]
-                    found += [(place, rank, *cut) for cut in cuts]
+                    rows += [(place, rank, *cut) for cut in cuts]
                     end = begin + length
-                found.append((place, rank, None, end, file["bytes"]))
+                rows.append((place, rank, None, end, file["bytes"]))
         return [
             Span(path=path, rank=rank, fqn=fqn, start=start, stop=stop)
-            for path, rank, fqn, start, stop in found
+            for path, rank, fqn, start, stop in rows
             if start < stop
         ]
 
@@ -110,10 +110,10 @@ class Checkpoint:
 
 def load_failure(path: Path, state: dict[str, Any]) -> BaseException | None:
     """Return what a load raised before anything was handed out, None if it succeeded."""
-    given: list[str] = []
+    fqns: list[str] = []
 
     def noted(step: Callable[..., None], item: ReadItem, value: Any) -> None:
-        given.append(item.dest_index.fqn)
+        fqns.append(item.dest_index.fqn)
         step(item, value)
 
     reader = CheckpointStorageReader(path)
@@ -125,7 +125,7 @@ def load_failure(path: Path, state: dict[str, Any]) -> BaseException | None:
     except CheckpointError as error:
         return error
     except CheckpointException as error:
-        assert given == []
+        assert fqns == []
         (failure,) = failures_of(error).values()
         return failure
     return None
@@ -174,7 +174,7 @@ def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at
     if path in checkpoint.shards:
         (span,) = [s for s in spans if s.path == path and s.start <= at < s.stop]
         assert (problem.offset, problem.rank) == (span.start, span.rank)
-        # A frame belongs to no tensor alone; one beside it is named.
+        # A frame is not part of a tensor; a tensor beside it is named.
         assert problem.fqn == span.fqn or (span.fqn is None and problem.fqn)
     elif problem.file == ".metadata":
         assert problem.offset == at
@@ -204,8 +204,8 @@ def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: ra
     path = document(checkpoint, kind)
     above = {file: file.read_bytes() for file in (checkpoint.slot, checkpoint.manifest, path)}
     count = 0
-    found = list(nodes(body_of(path)))
-    for turn, (at, node) in itertools.product(turns, enumerate(found)):
+    all_nodes = list(nodes(body_of(path)))
+    for turn, (at, node) in itertools.product(turns, enumerate(all_nodes)):
         value = VALUES[(at + turn) % len(VALUES)]
         whole = {"body": body_of(path)}
         keys = ["body", *node]
@@ -222,4 +222,4 @@ def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: ra
         count += error is not None
         for file, content in above.items():
             file.write_bytes(content)
-    assert 2 * count > len(found) * len(turns)
+    assert 2 * count > len(all_nodes) * len(turns)

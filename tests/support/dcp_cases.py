@@ -46,14 +46,14 @@ def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def freed(count: int) -> torch.Tensor:
-    """Return a tensor whose memory was given back, as FSDP does with gathered parameters."""
+    """Return a tensor whose storage was resized to 0, as FSDP does with gathered parameters."""
     tensor = torch.arange(float(count))
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 class Call:
-    """Pickles as a call, with a state if one is given: what would run on unpickling."""
+    """Pickles as a call, with an optional state: code that would run on unpickling."""
 
     def __init__(self, function: Callable[..., object], args: tuple[Any, ...], *state: Any) -> None:
         self.parts = (function, args, *state)
@@ -139,9 +139,9 @@ def zeros_like(value: Any) -> Any:
 
 def save(state: dict[str, Any], path: str | Path, **options: Any) -> None:
     """Save with our writer, without fsync unless asked."""
-    given = {name: options.pop(name, None) for name in ("planner", "process_group")}
+    arguments = {name: options.pop(name, None) for name in ("planner", "process_group")}
     writer = CheckpointStorageWriter(path, **{"sync_files": False, **options})
-    dcp.save(state, storage_writer=writer, **given)
+    dcp.save(state, storage_writer=writer, **arguments)
 
 
 def save_alone(state: dict[str, Any], path: str | Path, **options: Any) -> None:
@@ -154,9 +154,9 @@ def save_alone(state: dict[str, Any], path: str | Path, **options: Any) -> None:
 
 def load(state: dict[str, Any], path: str | Path, **options: Any) -> CheckpointStorageReader:
     """Load with our reader, in place, and return it."""
-    given = {name: options.pop(name, None) for name in ("planner", "process_group")}
+    arguments = {name: options.pop(name, None) for name in ("planner", "process_group")}
     reader = CheckpointStorageReader(path, **options)
-    dcp.load(state, storage_reader=reader, **given)
+    dcp.load(state, storage_reader=reader, **arguments)
     return reader
 
 
@@ -187,7 +187,7 @@ def failures_of(error: BaseException | None) -> dict[int, BaseException]:
 
 
 def planner(kind: Any = dcp.DefaultSavePlanner, **steps: Callable[..., Any]) -> Any:
-    """Return a planner of torch's with steps of one's own, which get torch's step first."""
+    """Return a planner of torch's with other steps, which get torch's step first."""
     made = kind()
     for name, step in steps.items():
         setattr(made, name, partial(step, getattr(made, name)))
@@ -198,8 +198,10 @@ def resolving(change: Callable[[WriteItem, Any], Any]) -> Any:
     return planner(resolve_data=lambda resolve, item: change(item, resolve(item)))
 
 
-def told(call: Callable[..., object], *args: Any, **options: Any) -> dict[int, BaseException]:
-    """Return what DCP's exception, which a call must raise, says that each failed rank raised."""
+def errors_by_rank(
+    call: Callable[..., object], *args: Any, **options: Any
+) -> dict[int, BaseException]:
+    """Return the errors of the failed ranks from the exception of DCP that a call must raise."""
     with pytest.raises(CheckpointException) as caught:
         call(*args, **options)
     return failures_of(caught.value)
@@ -209,13 +211,15 @@ def refused(
     kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **options: Any
 ) -> list[Any]:
     """Return what failed ranks raised in a call of DCP: all errors of a kind, with a text."""
-    found = list(told(call, *args, **options).values())
-    assert [one for one in found if not isinstance(one, kind) or text not in str(one)] == [], found
-    return found
+    errors = list(errors_by_rank(call, *args, **options).values())
+    assert [
+        error for error in errors if not isinstance(error, kind) or text not in str(error)
+    ] == [], errors
+    return errors
 
 
 def cut(tensor: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] = ()) -> DTensor:
-    """Return a tensor over all ranks, in a line or a mesh of a shape; by rows unless told."""
+    """Return a tensor over all ranks, in a line or a mesh of a shape; by rows by default."""
     made = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
     return distribute_tensor(tensor, made, placements or [Shard(0)], src_data_rank=None)
 

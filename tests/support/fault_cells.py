@@ -202,9 +202,9 @@ class Cell:
 def chosen(pattern: str, world_size: int = 3) -> list[Cell]:
     """Return the cells of the whole matrix whose description matches."""
     cells = (
-        Cell(operation, phase, *one, world_size)
+        Cell(operation, phase, *choice, world_size)
         for operation, phases in PHASES.items()
         for phase, hold in phases.items()
-        for one in itertools.product(get_args(Fault), hold.victims, get_args(Host))
+        for choice in itertools.product(get_args(Fault), hold.victims, get_args(Host))
     )
     return [cell for cell in cells if cell.is_possible and re.search(pattern, str(cell))]

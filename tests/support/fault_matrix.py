@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fault_cells import SLACK_S, SLOT, TIMEOUTS, WAITS, Cell, Where, chosen
 from fault_ranks import Job, Line, rank_main, state_of, version_of
-from nursery import Nursery, ended
+from fork_server import ForkServer, exit_codes, shared_server
 from saver_cases import END_S, until
 from servers import free_port
 
@@ -62,15 +62,12 @@ _SIGNALS = {
     "interrupt": signal.SIGINT,
 }
 
-_MODULES = ("loads.load", "background.saver", "saves.save", "export.consolidate")
-IMPORTED = ("s3fs", "safetensors.torch", *(f"ckpt_storage.{name}" for name in _MODULES))
-
 
 class Ranks:
     """The processes of one operation; a context manager that leaves none behind."""
 
-    def __init__(self, nursery: Nursery, folder: Path, cell: Cell) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, folder: Path, cell: Cell) -> None:
+        self._fork_server = fork_server
         self._cell = cell
         self._store: dist.TCPStore | None = None
         self.lines = [
@@ -107,7 +104,7 @@ class Ranks:
                 port=port,
                 storage_options=server.storage_options,
             )
-            self._nursery.start(line.folder / "log", rank_main, job)
+            self._fork_server.start(line.folder / "log", rank_main, job)
         # No promise covers how long a loaded machine takes to start processes.
         self.pids = [report["pid"] for report in self.wait_for_reports("ready", limit_s=_START_S)]
         for line in self.lines:
@@ -126,20 +123,20 @@ class Ranks:
         return [report for line in chosen if (report := line.read_report(what))]
 
     def codes(self, ranks: Iterable[int], limit_s: float) -> dict[int, int | None]:
-        """Return the exit codes of these ranks; None where one did not end in time."""
+        """Return the exit codes of these ranks; None for a rank that did not end in time."""
         logs = {rank: self.lines[rank].folder / "log" for rank in ranks}
-        return dict(zip(logs, ended(logs.values(), limit_s), strict=True))
+        return dict(zip(logs, exit_codes(logs.values(), limit_s), strict=True))
 
     def left(self) -> list[int]:
         """Return what is alive of these processes and those that they started."""
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 stat = (folder / "stat").read_text().rpartition(")")[2].split()
                 state, session = stat[0], int(stat[3])
                 if state != "Z" and session in self.pids:
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
     def logs(self) -> list[str]:
         files = [line.folder / f"log.{name}" for line in self.lines for name in ("out", "err")]
@@ -171,11 +168,11 @@ def export_version(server: S3Server) -> int:
     is_whole = all(f"{EXPORT}/{file}" in objects for file in places.values())
     if not is_whole and f"{EXPORT}/{GUARD_NAME}" in objects:
         return LOUD
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for file in set(places.values()):
         loaded = safetensors.torch.load(objects[f"{EXPORT}/{file}"])
-        found |= {name: value for name, value in loaded.items() if places[name] == file}
-    model = {name.removeprefix("model."): value for name, value in found.items()}
+        tensors |= {name: value for name, value in loaded.items() if places[name] == file}
+    model = {name.removeprefix("model."): value for name, value in tensors.items()}
     return version_of(model, partial(state_of, ranks=range(3), is_model=True))
 
 
@@ -191,15 +188,15 @@ def export_leftovers(server: S3Server) -> list[str]:
 
 
 class Matrix:
-    """Runs cells one after another, on ranks of a nursery."""
+    """Runs cells one after another, on ranks of a fork server."""
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
+        self._fork_server = fork_server
         self._folder = folder
         self._seeds: dict[str, dict[str, bytes]] = {}
 
     def ranks(self, cell: Cell) -> Ranks:
-        return Ranks(self._nursery, self._folder, cell)
+        return Ranks(self._fork_server, self._folder, cell)
 
     def run(self, cell: Cell) -> Row:
         with S3Server() as server:
@@ -213,7 +210,9 @@ class Matrix:
                     row.run(ranks)
                 except (AssertionError, TimeoutError) as error:
                     row.problems.append(str(error))
-                    row.story += [f"{one.op} {one.key} {one.fault}" for one in server.requests]
+                    row.story += [
+                        f"{request.op} {request.key} {request.fault}" for request in server.requests
+                    ]
                 server.faults([])
                 if cell.fault == "oversleep":
                     # The victim wakes up when others have done its work.
@@ -421,9 +420,9 @@ class Row:
     def _check_export(self) -> None:
         """Check that one export counts and is whole, then have other ranks consolidate again."""
         cell, server = self.cell, self.server
-        found = export_version(server)
-        self.committed = found == SECOND
-        self.expect(found in {FIRST, SECOND, LOUD}, f"what the index names is version {found}")
+        version = export_version(server)
+        self.committed = version == SECOND
+        self.expect(version in {FIRST, SECOND, LOUD}, f"what the index names is version {version}")
         self._judge_outcome()
         # As many ranks as before, or fewer: what is complete already is not theirs to write.
         again = replace(cell, world_size=2 if cell.victim == "coordinator" else 3)
@@ -476,8 +475,8 @@ def main() -> int:
         return 0
     bad_count = 0
     print(Row.HEAD)
-    with Nursery(*IMPORTED) as nursery, tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(nursery, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(shared_server(), Path(folder))
         for cell in cells:
             row = matrix.run(cell)
             print(row, flush=True)

@@ -1,4 +1,4 @@
-"""Stores that fail as told: what users get, over backends that play rules."""
+"""Stores with injected faults: what users get, over backends that play rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer, shared_server
 
 import ckpt_storage.export.output
 from ckpt_storage.options import RetryPolicy
@@ -61,9 +61,9 @@ class Faulty(Opener):
     def _faulty(self, location: Location, backend: Backend) -> Backend:
         if not location.url.startswith(self.target):
             return backend
-        found = FaultBackend(backend)
-        found.script = self.script
-        return found
+        faulty = FaultBackend(backend)
+        faulty.script = self.script
+        return faulty
 
 
 class ScriptedBackends:
@@ -105,10 +105,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackends:
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of exports to `dst` and below."""
-    found = Faulty((tmp_path / "dst").as_uri())
-    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
-    yield found
-    found.close()
+    opener = Faulty((tmp_path / "dst").as_uri())
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
+    yield opener
+    opener.close()
 
 
 def each_fault(
@@ -126,7 +126,6 @@ def each_fault(
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """A process that has imported torch; what it starts ends as scripts do."""
-    with Nursery("s3fs", "saver_cases", "ckpt_storage.export.consolidate") as running:
-        yield running
+def fork_server() -> ForkServer:
+    """A process that has imported torch, whose forks end as scripts do."""
+    return shared_server()

@@ -1,4 +1,4 @@
-"""One wrong byte in what a kernel's cache answers, while the disk holds the right one.
+"""A wrong byte in the kernel's page cache, while the disk has the right byte.
 
     python tests/support/flipped_reads.py 100
 
@@ -40,7 +40,7 @@ KINDS = {
 
 
 class CachedFlip(Posix):
-    """Reads of one file have a wrong byte until the kernel is told to drop what it caches."""
+    """Reads of one file have a wrong byte until its pages are dropped from the page cache."""
 
     def __init__(self, path: Path, position: int) -> None:
         self._path, self._position = str(path), position

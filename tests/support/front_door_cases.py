@@ -21,19 +21,19 @@ from ckpt_storage.testing.posix_faults import FaultPosix
 
 
 class Counter(torch.nn.Module):
-    """A `Stateful` that knows how often it was asked and told."""
+    """A `Stateful` that counts the calls of `state_dict` and `load_state_dict`."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
-        self.asked = self.told = 0
+        self.asked = self.loaded = 0
 
     def state_dict(self, *_args: Any, **_more: Any) -> dict[str, Any]:  # type: ignore[override]  # the protocol asks no more
         self.asked += 1
         return {"count": torch.tensor(self.count)}
 
     def load_state_dict(self, state_dict: Any, *_args: Any, **_more: Any) -> Any:
-        self.told += 1
+        self.loaded += 1
         self.count = int(state_dict["count"])
 
 
@@ -65,7 +65,7 @@ def assert_loads(
     assert counter.count == expected.pop("counter").count
     assert same(target, expected)
     if load is ckpt_storage.load:
-        assert (counter.asked, counter.told) == (1, 1)
+        assert (counter.asked, counter.loaded) == (1, 1)
 
 
 def caught(call: Callable[..., Any], *args: Any, **options: Any) -> ckpt_storage.CheckpointError:
@@ -93,12 +93,16 @@ def default_group(
 ) -> Iterator[None]:
     """Replace the pool's default group by one of our own inside, with a store of a kind."""
     rank, world_size, wait = dist.get_rank(), dist.get_world_size(), timedelta(seconds=30)
-    given: dict[str, Any] = {"world_size": world_size, "timeout": wait, "wait_for_workers": False}
+    settings: dict[str, Any] = {
+        "world_size": world_size,
+        "timeout": wait,
+        "wait_for_workers": False,
+    }
     store: dist.Store = dist.FileStore(str(folder / "rendezvous"), world_size)
     if kind == "tcp":
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, **given) if rank == 0 else None
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, **settings) if rank == 0 else None
         port = gathered(server and server.port)[0]
-        store = server or dist.TCPStore("127.0.0.1", port, is_master=False, **given)
+        store = server or dist.TCPStore("127.0.0.1", port, is_master=False, **settings)
     dist.destroy_process_group()
     try:
         # A short timeout is for what is tested, not for ranks that begin a moment apart.

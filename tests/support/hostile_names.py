@@ -43,16 +43,16 @@ class RawBucket(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no ty
         return str(path).removeprefix("rawbucket://").rstrip("/")
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: FBT001, FBT002  # fsspec's signature
-        below, found = f"{self._strip_protocol(path)}/", dict[str, dict[str, Any]]()
+        below, entries = f"{self._strip_protocol(path)}/", dict[str, dict[str, Any]]()
         for key, data in self.objects.items():
             if key.startswith(below):
                 child, slash, _rest = key[len(below) :].partition("/")
                 name = f"{below}{child}"
                 kind = "directory" if slash else "file"
-                found[name] = {"name": name, "size": 0 if slash else len(data), "type": kind}
-        if not found:
+                entries[name] = {"name": name, "size": 0 if slash else len(data), "type": kind}
+        if not entries:
             raise FileNotFoundError(path)
-        return list(found.values()) if detail else list(found)
+        return list(entries.values()) if detail else list(entries)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         key = self._strip_protocol(path)

@@ -40,11 +40,11 @@ def zeros() -> State:
     return {"model": model, "step": -1, "note": ""}
 
 
-def assert_same(found: State, seed: int) -> None:
+def assert_same(loaded: State, seed: int) -> None:
     wanted = state_of(seed)
-    assert (found["step"], found["note"]) == (wanted["step"], wanted["note"])
+    assert (loaded["step"], loaded["note"]) == (wanted["step"], wanted["note"])
     for name, value in wanted["model"].items():
-        assert torch.equal(found["model"][name], value), name
+        assert torch.equal(loaded["model"][name], value), name
 
 
 class Journeys:
@@ -69,9 +69,9 @@ class Journeys:
         return client
 
     def _loaded(self, url: str, options: dict[str, Any], seed: int) -> None:
-        found = zeros()
-        ckpt_storage.load(found, url, **options)
-        assert_same(found, seed)
+        target = zeros()
+        ckpt_storage.load(target, url, **options)
+        assert_same(target, seed)
 
     def test_what_was_saved_is_loaded(self, root: Running, options: dict[str, Any]) -> None:
         """A new name takes a save, and gives it back; the name is taken then."""
@@ -96,10 +96,10 @@ class Journeys:
             file = tmp_path / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(data)
-        found = zeros()
+        target = zeros()
         reader = dcp.FileSystemReader(tmp_path / "step-1")
-        dcp.load(found, storage_reader=reader, no_dist=True)
-        assert_same(found, 3)
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        assert_same(target, 3)
 
     def test_damage_is_found(self, root: Running, options: dict[str, Any], raw: RawClient) -> None:
         """One bit of a shard that another client changed fails `verify` and the load."""
@@ -170,11 +170,11 @@ class Journeys:
     ) -> None:
         """What came back is what was saved, also when it is copied within the storage."""
         there, back, beside = (f"{root.url}/{name}" for name in ("a", "b", "c"))
-        given = {"destination_storage_options": options["storage_options"]}
+        to_storage = {"destination_storage_options": options["storage_options"]}
         ckpt_storage.save(state_of(1), there, **options)
         ckpt_storage.copy(there, tmp_path / "copy", **options)
-        ckpt_storage.copy(tmp_path / "copy", back, **given)
-        ckpt_storage.copy(there, beside, **options, **given)
+        ckpt_storage.copy(tmp_path / "copy", back, **to_storage)
+        ckpt_storage.copy(there, beside, **options, **to_storage)
         for url in (str(tmp_path / "copy"), back, beside):
             local = {} if url.startswith(str(tmp_path)) else options
             self._loaded(url, local, 1)
@@ -182,6 +182,6 @@ class Journeys:
 
     def test_a_doctor_agrees(self, root: Running, options: dict[str, Any]) -> None:
         """Where all of this works, `diagnose` says so, and leaves nothing."""
-        found = ckpt_storage.diagnose(root.url, **options)
-        assert found.ok, found
-        assert found.leftovers == ()
+        diagnosis = ckpt_storage.diagnose(root.url, **options)
+        assert diagnosis.ok, diagnosis
+        assert diagnosis.leftovers == ()

@@ -23,7 +23,7 @@ ANY_PROCESS = 0
 """As the process of a stall: the whole machine stood still."""
 
 _EXPECTED_ENDS = {"KeyboardInterrupt", "SystemExit", "RuntimeError"}
-"""Of a rank that got a signal, and of one whose peer died, as gloo puts it."""
+"""Messages of gloo about a rank that got a signal, and about a peer that died."""
 
 _RECOVERY_COUNT = 2
 """So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
@@ -38,7 +38,7 @@ def contents(url: str) -> dict[str, Any]:
         marks, buffers = {}, {}
         for fqn in checkpoint:
             if match := re.fullmatch(r"mark(\d+)", fqn):
-                marks[match[1]] = [int(one) for one in checkpoint[fqn].numpy()]
+                marks[match[1]] = [int(number) for number in checkpoint[fqn].numpy()]
             elif match := re.fullmatch(r"buffer(\d+)", fqn):
                 buffer = checkpoint[fqn].numpy()
                 buffers[match[1]] = sorted({float(buffer.min()), float(buffer.max())})
@@ -55,7 +55,7 @@ def describe_mixture(seen: Event, world_size: int) -> str | None:
     """Return how a committed checkpoint mixes steps or processes; None if it is sound."""
     marks = {int(rank): tuple(mark[:2]) for rank, mark in seen["marks"].items()}
     steps = {mark[0] for mark in marks.values()} | {seen["scalar"]}
-    steps |= {int(one) for values in seen["buffers"].values() for one in values}
+    steps |= {int(step) for values in seen["buffers"].values() for step in values}
     lives = {mark[1] for mark in marks.values()}
     if len(steps) == 1 and len(lives) == 1 and len(marks) == world_size:
         return None
@@ -187,8 +187,8 @@ class History:
         """Judge it."""
         findings = Findings()
         by_id = self._by_id()
-        for one in by_id.values():
-            if (mixture := describe_mixture(one, self.world_size)) is not None:
+        for content in by_id.values():
+            if (mixture := describe_mixture(content, self.world_size)) is not None:
                 findings.mixtures.append(mixture)
         for call, end in self._calls():
             self._check_time(findings, call, end)
@@ -203,10 +203,10 @@ class History:
     def _by_id(self) -> dict[str, Event]:
         """Return what was committed, by save id."""
         logged = (event for event in self.events if event["event"] == "seen")
-        return {one["save_id"]: one for one in [*logged, *self.seen, *self.final]}
+        return {content["save_id"]: content for content in [*logged, *self.seen, *self.final]}
 
     def _calls(self) -> Iterator[tuple[Event, Event]]:
-        """Yield each call with how it ended; one in the background ends twice."""
+        """Yield each call with its outcomes; a call in the background has two."""
         calls: dict[tuple[int, int], Event] = {}
         for event in sorted(self.events, key=lambda event: float(event["t"])):
             if event["event"] == "call":
@@ -235,14 +235,14 @@ class History:
             save = by_id.get(end["save_id"])
             if save is not None and save["marks"].get(rank, [])[:2] != payload:
                 findings.lost.append(f"{_who(call)} is OK as {end['save_id']}, which holds {save}")
-            last = {one["url"]: one for one in self.final}.get(call["url"])
+            last = {content["url"]: content for content in self.final}.get(call["url"])
             if last is None or last["slot"] < end["slot"]:
                 findings.lost.append(f"{_who(call)} is OK as slot {end['slot']}; then: {last}")
         elif end.get("kind") in {"failed", "timed-out", "cancelled"}:
             findings.false_failures += [
-                f"{_who(call)} failed ({_why(end)}) and is committed as {one['save_id']}"
-                for one in by_id.values()
-                if one["marks"].get(rank, [])[:2] == payload
+                f"{_who(call)} failed ({_why(end)}) and is committed as {content['save_id']}"
+                for content in by_id.values()
+                if content["marks"].get(rank, [])[:2] == payload
             ]
 
     def _check_recovery(self, findings: Findings) -> None:

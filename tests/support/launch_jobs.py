@@ -88,7 +88,7 @@ class Settings:
 def kind_of(error: BaseException) -> str:
     """Return what an error says of the save: failed, unknown, committed; or what else it is.
 
-    "earlier": an earlier save failed, and this one has begun.
+    "earlier": an earlier save failed, and this save has begun.
     """
     if any("has begun all the same" in note for note in getattr(error, "__notes__", ())):
         return "earlier"
@@ -127,9 +127,9 @@ class Logs:
         """Return the events of a kind whose values are these."""
         self.read()
         return [
-            one
-            for one in self.events
-            if one["event"] == event and all(one.get(name) == v for name, v in values.items())
+            entry
+            for entry in self.events
+            if entry["event"] == event and all(entry.get(name) == v for name, v in values.items())
         ]
 
     def wait_for(

@@ -205,13 +205,13 @@ class Trainer:
 
     def load(self) -> None:
         with self.log.call("load") as outcome:
-            found = self._load()
-            outcome["found"] = found
-        if found:
+            is_loaded = self._load()
+            outcome["found"] = is_loaded
+        if is_loaded:
             self.step = int(self.state["step"])
         seen: list[Any] = [None] * self.world_size
         dist.all_gather_object(seen, (self.step, self.mark.tolist()[:2]))
-        is_mixed = len({str(one) for one in seen}) > 1 or self.mark[0] != self.step
+        is_mixed = len({str(pair) for pair in seen}) > 1 or self.mark[0] != self.step
         self.log.write("ready", step=self.step, mixed=bool(is_mixed), seen=str(seen))
 
     def _load(self) -> bool:
@@ -302,18 +302,18 @@ class Trainer:
 
     def _faults(self) -> list[dict[str, Any]]:
         """Return what this rank is to suffer at this save, each once in the life of the job."""
-        found = [
+        due = [
             fault
             for fault in self.settings.faults
             if fault["rank"] == self.rank and fault["at_save"] == self.save_count
         ]
         folder = self.settings.folder / "commands" / str(self.rank)
         for path in sorted(folder.glob("*.json"))[:2]:
-            found.append(json.loads(path.read_text()))
+            due.append(json.loads(path.read_text()))
             path.unlink()
         taken = self.settings.folder / "taken"
         fresh = []
-        for fault in found:
+        for fault in due:
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(taken / str(fault["id"]), os.O_CREAT | os.O_EXCL))
                 fresh.append(fault)

@@ -1,4 +1,4 @@
-"""Stores on local folders for tests: they make one attempt, unless told otherwise."""
+"""Stores on local folders for tests: by default they make a single attempt."""
 
 from __future__ import annotations
 

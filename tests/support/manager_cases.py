@@ -37,12 +37,12 @@ def step_in(state: dict[str, Any]) -> int:
 
 def seen_in(root: Path) -> dict[int, int]:
     """Return what each committed step holds; fails for a mixture."""
-    found = {}
+    steps = {}
     for info in ckpt_storage.list_checkpoints(root):
         state = blank()
         ckpt_storage.load(state, info.url)
-        found[int(info.name.removeprefix("step-"))] = step_in(state)
-    return found
+        steps[int(info.name.removeprefix("step-"))] = step_in(state)
+    return steps
 
 
 def damage(folder: Path) -> None:
@@ -69,10 +69,10 @@ def names_in(root: Path) -> list[str]:
 
 def restore(manager: CheckpointManager, **options: Any) -> Restored:
     state = blank()
-    found = manager.restore(state, **options)
-    assert found is not None
-    assert step_in(state) == found.step
-    return found
+    restored = manager.restore(state, **options)
+    assert restored is not None
+    assert step_in(state) == restored.step
+    return restored
 
 
 def manager_of(root: Path, **options: Any) -> CheckpointManager:

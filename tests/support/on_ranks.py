@@ -24,8 +24,8 @@ def on_ranks(*world_sizes: int, timeout_s: float | None = None) -> Callable[[Bod
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
-        def test(ranks: RankPool, world_size: int, **given: Any) -> None:
-            job = _run, body.__module__, body.__name__, given
+        def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
+            job = _run, body.__module__, body.__name__, arguments
             ranks.run(*job, world_size=world_size, timeout_s=timeout_s)
 
         names = [name for name in inspect.signature(body).parameters if name != "rank"]
@@ -38,14 +38,14 @@ def on_ranks(*world_sizes: int, timeout_s: float | None = None) -> Callable[[Bod
     return decorate
 
 
-def _run(rank: int, module: str, name: str, given: dict[str, Any]) -> None:
+def _run(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
     body = getattr(importlib.import_module(module), name).__wrapped__
     wanted = {"rank": rank} if "rank" in inspect.signature(body).parameters else {}
-    body(**given, **wanted)
+    body(**arguments, **wanted)
 
 
 def gathered(value: object = None) -> list[Any]:
     """Return what every rank gives, in order of rank; all have come by then."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -70,16 +70,16 @@ class Below:
         if not callable(whole) or name in unprefixed:
             return whole
 
-        def call(path: str | Sequence[str], *given: Any, **more: Any) -> Any:
+        def call(path: str | Sequence[str], *args: Any, **more: Any) -> Any:
             if isinstance(path, str):
-                return whole(self._prefix + path, *given, **more)
-            return whole([self._prefix + one for one in path], *given, **more)
+                return whole(self._prefix + path, *args, **more)
+            return whole([self._prefix + each for each in path], *args, **more)
 
         return call
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
-        found = self._inner.list((self._prefix + prefix).rstrip("/"), recursive=recursive)
-        return [replace(entry, path=entry.path.removeprefix(self._prefix)) for entry in found]
+        entries = self._inner.list((self._prefix + prefix).rstrip("/"), recursive=recursive)
+        return [replace(entry, path=entry.path.removeprefix(self._prefix)) for entry in entries]
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         is_meant = only and (lambda path: only(path.removeprefix(self._prefix)))
@@ -164,14 +164,14 @@ def heads(files: Mapping[str, bytes]) -> dict[int, str]:
         name, _, rest = path.partition("/")
         if rest.startswith("commits/"):
             slots.setdefault(name, []).append((rest, data))
-    found = {}
+    save_ids = {}
     for name, records in slots.items():
         head = _head_of(tuple(sorted(records)))
         if head is not None:
             missing = [path for path in tools.files_of(head) if f"{name}/{path}" not in files]
             assert not missing, f"{name} is committed, and {missing} are gone"
-            found[int(name.removeprefix("step-"))] = head
-    return found
+            save_ids[int(name.removeprefix("step-"))] = head
+    return save_ids
 
 
 def pruner(store: tools.DictStore, keep: Keep, **options: Any) -> Pruner:
@@ -210,7 +210,7 @@ Coming = tuple[str, Job]
 
 
 def reading(step: int) -> Coming:
-    """Return who loads a step as the reader does: whole and right, or told why not."""
+    """Return an actor that loads a step as the reader does: the right content, or an error."""
 
     def job(store: tools.DictStore) -> str:
         here = at(store, step)
@@ -266,16 +266,16 @@ class RaceWatch:
             return
         self._changes = disk.changes
         files = disk.files
-        found = heads(files)
+        committed = heads(files)
         if not self._by_hand:
-            assert max(found, default=0) >= self._newest, "the newest was lost"
-            assert set(found) >= self._kept
-            self._newest = max(found)
-        elif self._newest not in found:
+            assert max(committed, default=0) >= self._newest, "the newest was lost"
+            assert set(committed) >= self._kept
+            self._newest = max(committed)
+        elif self._newest not in committed:
             # What was decided a moment before may still be done, and nothing after it.
-            self._after = set(found) if self._after is None else self._after
-            newest, vanished = max(self._after, default=0), self._after - set(found)
-            assert newest in found or vanished <= {newest}
+            self._after = set(committed) if self._after is None else self._after
+            newest, vanished = max(self._after, default=0), self._after - set(committed)
+            assert newest in committed or vanished <= {newest}
         assert {path: data for path, data in files.items() if path in OTHERS} == self._others
 
 
@@ -298,8 +298,8 @@ RACES: Mapping[str, tuple[list[Coming], set[int], int]] = {
 
 
 def check_actors(actors: Iterable[Actor], disk: tools.Disk) -> list[str]:
-    """Check what the actors were told; return it in a word each."""
-    said = []
+    """Check the results of the actors; return each in short."""
+    results = []
     for actor in actors:
         error = actor.error
         if not actor.done:
@@ -308,16 +308,16 @@ def check_actors(actors: Iterable[Actor], disk: tools.Disk) -> list[str]:
             actor.name == "save" and isinstance(error, errors.CommitConflictError)
         )
         if actor.name == "read":
-            said.append(str(actor.result))
+            results.append(str(actor.result))
         elif actor.name == "save":
-            said.append("saved" if error is None else "conflict")
+            results.append("saved" if error is None else "conflict")
             records = [data for path, data in disk.files.items() if "/commits/" in path]
             assert error or str(actor.result).encode() in b"".join(records)
-    return said
+    return results
 
 
 def check_race(capabilities: Capabilities, name: str, seeds: range, *, systematic: bool) -> str:
-    """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
+    """Play the systematic schedules, if asked for, and those of these seeds; report how many."""
     jobs, kept, bound = RACES[name]
     origin = race_scene(capabilities).disk
     in_order = Preempting(bound).schedules() if systematic else ()

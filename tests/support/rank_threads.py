@@ -165,7 +165,11 @@ class SharedStore:
     def requests_of(self, rank: int) -> list[Request]:
         """Return the requests of a rank, without heartbeats."""
         with self.changed:
-            return [one for one in self.requests if one.rank == rank and "/alive/" not in one.key]
+            return [
+                request
+                for request in self.requests
+                if request.rank == rank and "/alive/" not in request.key
+            ]
 
 
 class _Client(StoreClient):

@@ -75,8 +75,8 @@ class S3Client(RawClient):
 
     def files(self) -> dict[str, bytes]:
         pages = self._client.get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=self._bucket, Prefix=self._prefix)
-        keys = [entry["Key"] for page in found for entry in page.get("Contents", ())]
+        listing = pages.paginate(Bucket=self._bucket, Prefix=self._prefix)
+        keys = [entry["Key"] for page in listing for entry in page.get("Contents", ())]
         return {key.removeprefix(self._prefix): self._get(key) for key in keys}
 
     def _get(self, key: str) -> bytes:
@@ -165,7 +165,7 @@ class SambaClient(RawClient):
     def files(self) -> dict[str, bytes]:
         import smbclient  # noqa: PLC0415  # not on every machine
 
-        found = {}
+        files = {}
         for folder, _, names in smbclient.walk(self._root, **self._options):
             for name in names:
                 full = f"{folder}\\{name}"
@@ -173,8 +173,8 @@ class SambaClient(RawClient):
                     full, mode="rb", share_access="rwd", **self._options
                 ) as file:
                     path = full.removeprefix(f"{self._root}\\").replace("\\", "/")
-                    found[path] = file.read()
-        return found
+                    files[path] = file.read()
+        return files
 
     def write(self, path: str, data: bytes) -> None:
         import smbclient  # noqa: PLC0415  # not on every machine

@@ -29,10 +29,10 @@ START_TIMEOUT_S = 120.0
 def _program(name: str, package: str) -> str:
     """Return the path of a program, also of one that only the administrator's PATH has."""
     places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
-    found = shutil.which(name, path=places)
-    if found is None:
+    program = shutil.which(name, path=places)
+    if program is None:
         raise ServerMissingError(f"{package} brings {name}")
-    return found
+    return program
 
 
 def _do(*command: str, environment: Mapping[str, str] | None = None, text: str = "") -> str:
@@ -125,23 +125,23 @@ def ceph(folder: Path) -> Iterator[Running]:
 
     do(authtool, "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
     for name in ("client.admin", "client.rgw", "osd.0"):
-        caps = [word for of in ("mon", "osd", "mgr") for word in ("--cap", of, "allow *")]
+        caps = [argument for of in ("mon", "osd", "mgr") for argument in ("--cap", of, "allow *")]
         do(authtool, keyring, "--gen-key", "-n", name, *caps)
     monmap, address = str(folder / "monmap"), f"[v2:{HOST}:{mon_port},v1:{HOST}:{mon_old}]"
     do(monmaptool, "--create", "--addv", "a", address, "--fsid", fsid, monmap)
     do(mon, "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
     of_test = ["-c", str(config)]
     with contextlib.ExitStack() as stack:
-        words = [mon, "-f", "-i", "a", *of_test]
-        stack.enter_context(servers.running("ceph-mon", folder, words, mon_port))
+        command = [mon, "-f", "-i", "a", *of_test]
+        stack.enter_context(servers.running("ceph-mon", folder, command, mon_port))
         osd_id = str(uuid.uuid4())
         do(ceph_, "osd", "new", osd_id)
         do(osd, "-i", "0", "--mkfs", "--osd-uuid", osd_id)
-        words = [osd, "-f", "-i", "0", *of_test]
-        check = stack.enter_context(servers.process("ceph-osd", folder, words))
+        command = [osd, "-f", "-i", "0", *of_test]
+        check = stack.enter_context(servers.process("ceph-osd", folder, command))
         servers.wait_for("ceph-osd", lambda: " 1 up" in do(ceph_, "osd", "stat"), check)
-        words = [gateway, "-f", "-n", "client.rgw", *of_test]
-        url = stack.enter_context(servers.running("radosgw", folder, words, port))
+        command = [gateway, "-f", "-n", "client.rgw", *of_test]
+        url = stack.enter_context(servers.running("radosgw", folder, command, port))
         keys = ["--access-key", KEY, "--secret-key", SECRET]
         do(admin, "-n", "client.rgw", "user", "create", "--uid=test", "--display-name=test", *keys)
         yield _s3(url)
@@ -227,18 +227,18 @@ def swift(folder: Path) -> Iterator[Running]:
 
     with contextlib.ExitStack() as running:
         cache_port = free_port()
-        words = [memcached, "-l", HOST, "-p", "PORT", "-m", "64", "-u", user]
-        running.enter_context(servers.running("memcached", folder, words, cache_port))
+        command = [memcached, "-l", HOST, "-p", "PORT", "-m", "64", "-u", user]
+        running.enter_context(servers.running("memcached", folder, command, cache_port))
         for kind in ("account", "container", "object"):
             port, ring = free_port(), str(folder / f"{kind}.builder")
             _do(builder, ring, "create", "6", "1", "1")
             _do(builder, ring, "add", f"r1z1-{HOST}:{port}/d1", "100")
             _do(builder, ring, "rebalance")
-            words = write(kind, port, _SWIFT_SERVER)
-            running.enter_context(servers.running(f"swift-{kind}", folder, words, port))
+            command = write(kind, port, _SWIFT_SERVER)
+            running.enter_context(servers.running(f"swift-{kind}", folder, command, port))
         port = free_port()
-        words = write("proxy", port, _SWIFT_PROXY, memcached=cache_port)
-        url = running.enter_context(servers.running("swift-proxy", folder, words, port))
+        command = write("proxy", port, _SWIFT_PROXY, memcached=cache_port)
+        url = running.enter_context(servers.running("swift-proxy", folder, command, port))
         yield _s3(url, "test:tester", "testing")
 
 
@@ -274,8 +274,8 @@ def samba(folder: Path) -> Iterator[Running]:
     port, user, config = free_port(), getpass.getuser(), folder / "smb.conf"
     config.write_text(_SAMBA.format(port=port, host=HOST, folder=folder, user=user))
     _do(passwords, "-c", str(config), "-s", "-a", user, text=f"{SECRET}\n{SECRET}\n")
-    words = [smbd, "-F", "--no-process-group", "-s", str(config)]
-    with servers.running("smbd", folder, words, port):
+    command = [smbd, "-F", "--no-process-group", "-s", str(config)]
+    with servers.running("smbd", folder, command, port):
         options = {"username": user, "password": SECRET, "port": port}
         yield Running(url=f"smb://{HOST}", storage_options=options)
 
@@ -340,10 +340,10 @@ def sshfs_mount(folder: Path) -> Iterator[Running]:
     with openssh(folder) as server:
         mounted, port = folder / "mount", server.storage_options["port"]
         place = f"{getpass.getuser()}@{HOST}:{folder}/served"
-        words = [sshfs, "-f", "-p", str(port), place, str(mounted)]
-        words += ["-o", f"IdentityFile={folder}/key,StrictHostKeyChecking=no"]
-        words += ["-o", "UserKnownHostsFile=/dev/null"]
-        with _mounted("sshfs", folder, mounted, words) as running:
+        command = [sshfs, "-f", "-p", str(port), place, str(mounted)]
+        command += ["-o", f"IdentityFile={folder}/key,StrictHostKeyChecking=no"]
+        command += ["-o", "UserKnownHostsFile=/dev/null"]
+        with _mounted("sshfs", folder, mounted, command) as running:
             yield running
 
 
@@ -352,9 +352,9 @@ def redis(folder: Path) -> Iterator[Running]:
     """Run Redis; what it acknowledged is on its disk."""
     server = _program("redis-server", "apt-get install redis-server:")
     servers.needs("redis", "redis")
-    words = [server, "--bind", HOST, "--port", "PORT", "--dir", str(folder), "--save", ""]
-    words += ["--appendonly", "yes", "--appendfsync", "always"]
-    with servers.running("redis", folder, words) as url:
+    command = [server, "--bind", HOST, "--port", "PORT", "--dir", str(folder), "--save", ""]
+    command += ["--appendonly", "yes", "--appendfsync", "always"]
+    with servers.running("redis", folder, command) as url:
         yield Running(url=url.replace("http://", "redis://"))
 
 
@@ -368,9 +368,9 @@ def rclone_s3(folder: Path) -> Iterator[Running]:
     """Run `rclone serve s3` over a folder whose folders are the buckets."""
     served = folder / "buckets"
     served.mkdir()
-    words = [_rclone(), "serve", "s3", "--addr", f"{HOST}:PORT", "--auth-key", f"{KEY},{SECRET}"]
-    words += ["--config", os.devnull, str(served)]
-    with servers.running("rclone-s3", folder, words) as url:
+    command = [_rclone(), "serve", "s3", "--addr", f"{HOST}:PORT", "--auth-key", f"{KEY},{SECRET}"]
+    command += ["--config", os.devnull, str(served)]
+    with servers.running("rclone-s3", folder, command) as url:
         yield _s3(url)
 
 
@@ -380,9 +380,9 @@ def rclone_webdav(folder: Path) -> Iterator[Running]:
     servers.needs("webdav4", "webdav4[fsspec]")
     served = folder / "served"
     served.mkdir()
-    words = [_rclone(), "serve", "webdav", "--addr", f"{HOST}:PORT", "--user", KEY]
-    words += ["--pass", SECRET, "--config", os.devnull, str(served)]
-    with servers.running("rclone-webdav", folder, words) as url:
+    command = [_rclone(), "serve", "webdav", "--addr", f"{HOST}:PORT", "--user", KEY]
+    command += ["--pass", SECRET, "--config", os.devnull, str(served)]
+    with servers.running("rclone-webdav", folder, command) as url:
         yield Running(url=str(served), storage_options={"base_url": url, "auth": [KEY, SECRET]})
 
 
@@ -398,7 +398,7 @@ def rclone_mount(folder: Path) -> Iterator[Running]:
         new_bucket(server, "bucket")
         remote = f':s3,provider=Rclone,access_key_id={KEY},secret_access_key={SECRET},endpoint="'
         remote += f'{server.url}":bucket'
-        words = [_rclone(), "mount", remote, str(mounted), "--vfs-cache-mode", "writes"]
-        words += ["--config", os.devnull, "--cache-dir", str(folder / "cache")]
-        with _mounted("rclone-mount", folder, mounted, words) as running:
+        command = [_rclone(), "mount", remote, str(mounted), "--vfs-cache-mode", "writes"]
+        command += ["--config", os.devnull, "--cache-dir", str(folder / "cache")]
+        with _mounted("rclone-mount", folder, mounted, command) as running:
             yield running

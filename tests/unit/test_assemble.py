@@ -7,17 +7,19 @@ import math
 import pickle
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from commit_tools import CAS, DictStore, Disk, begun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from report_tools import Written, reports_of
 
-from ckpt_storage.commit.assembly import assemble
+from ckpt_storage.commit.assembly import assemble, check_reports
 from ckpt_storage.commit.report import Planned
-from ckpt_storage.errors import IntegrityError
+from ckpt_storage.errors import IntegrityError, RankFailedError
 from ckpt_storage.format.boxes import Box, find_flaw, find_grid, interval_boxes
 from ckpt_storage.format.manifest import Manifest
 
@@ -142,6 +144,15 @@ def test_what_is_wrong_is_said(ranks: list[list[Written]], says: str) -> None:
     """The error names the tensor and the ranks."""
     with pytest.raises(IntegrityError, match=says):
         assembled(ranks, planned(w=(4,)))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_reports_of_another_number_of_ranks_are_refused(count: int) -> None:
+    """A save of one rank needs exactly one report."""
+    ticket = begun(DictStore(Disk(), CAS))
+    reports = reports_of([[Written("w", (0,), (4,))]] * count)
+    with pytest.raises(RankFailedError, match="did not report"):
+        check_reports(reports, replace(ticket, world_size=1))
 
 
 def test_blobs_belong_to_the_lowest_rank() -> None:

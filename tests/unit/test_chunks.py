@@ -298,7 +298,7 @@ def shares(
     wants: dict[Key, list[tuple[int, Box]]], shape_of: Callable[[Key], tuple[int, ...]], count: int
 ) -> Any:
     """Return how ranks share chunks of 2-byte elements; sharing anything at all is enough."""
-    with mock.patch.object(sharing, "_LEAST_SAVED_BYTES", 1):
+    with mock.patch.object(sharing, "_MIN_SAVED_BYTES", 1):
         shape = lambda key: (shape_of(key), 2)  # noqa: E731
         return plan_shares(wants, shape, world_size=count, unit_bytes=UNIT_BYTES)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from multiprocessing import process, spawn
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "developing.md"
@@ -26,14 +29,16 @@ def trees() -> Iterator[ast.Module]:
 
 
 def foreign_names() -> set[str]:
-    """Return the private names that the package reads and nowhere defines, and what it imports."""
+    """Return the private names that the package uses and nowhere defines, and what it imports."""
     used, own, imported = set[str](), set[str](), set[str]()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         match node:
-            case ast.Attribute(attr=name, ctx=ast.Load()):
-                used.add(name)
-            case ast.Attribute(attr=name):
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
                 own.add(name)
+            case ast.Attribute(attr=name):
+                used.add(name)
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                used.add(name)
             case (
                 ast.FunctionDef(name=name)
                 | ast.AsyncFunctionDef(name=name)
@@ -45,7 +50,7 @@ def foreign_names() -> set[str]:
             case ast.ImportFrom(module=module, level=0, names=names) if not str(module).startswith(
                 "ckpt_storage"
             ):
-                imported.update(alias.name for alias in names)
+                imported.update([*str(module).split("."), *(alias.name for alias in names)])
     return {name for name in used - own | imported if is_private(name)}
 
 
@@ -65,3 +70,10 @@ def test_each_has_a_test_that_notices_its_change() -> None:
     assert rows
     for _, test in rows:
         assert (ROOT / test).is_file(), test
+
+
+def test_a_process_that_is_starting_spawns_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script without a main guard gets Python's own error, by the mark that a worker sets."""
+    monkeypatch.setattr(process.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match="bootstrapping phase"):
+        spawn.get_preparation_data("worker")

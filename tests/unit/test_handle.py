@@ -217,6 +217,7 @@ def test_a_signal_handler_may_use_the_handle_it_interrupts(status: SaveStatus, c
     assert status.result(0) is INFO
 
 
+@pytest.mark.deadline
 def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
     """What rank 0 passes on of a rank that it no longer hears grows old; an exit waits for none."""
     slow, coordinator, member = (Heartbeats(rank) for rank in (1, 0, 2))
@@ -229,6 +230,7 @@ def test_a_rank_that_is_silent_makes_no_progress_by_hearsay() -> None:
     assert told.heard_s - told.idle_s < begun_s + 0.2
 
 
+@pytest.mark.deadline
 def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that is staged while another commits is waited for from the end of that one on."""
     monkeypatch.setattr(interpreter_exit, "STALL_S", 2.0)
@@ -240,6 +242,7 @@ def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPa
     assert interpreter_exit.flush([first, second]) == []
 
 
+@pytest.mark.deadline
 def test_an_exit_waits_for_no_rank_that_only_lives(
     status: SaveStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

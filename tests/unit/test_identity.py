@@ -114,6 +114,14 @@ def test_ranks_that_disagree_each_time_all_fail_each_time() -> None:
     assert abandonment.identity is None
 
 
+def test_a_rank_that_repeats_its_own_operation_is_not_behind() -> None:
+    """It tried the operation before, as the rank that has moved on: all fail."""
+    earlier = {0: numbered(1), 1: numbered(1)}
+    abandonment = disagreement({0: numbered(1), 1: numbered(2)}, earlier)
+    assert abandonment is not None
+    assert abandonment.identity is None
+
+
 IDENTITIES = st.builds(
     Identity,
     kind=st.just("the save"),

@@ -147,6 +147,7 @@ def test_a_failure_is_reported_before_the_call_has_ended(
     assert not worker.was_closed
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_worker_that_does_not_give_up_is_ended(
     *, is_silent: bool, monkeypatch: pytest.MonkeyPatch
