@@ -83,6 +83,7 @@ class Pruner:
         self._tried_tombstones: set[tuple[str, int]] = set()
         self._sweeps = sweeps
         self._swept_step = -1
+        self._swept_ids: set[str | None] = set()
         self._last_saved: str | None = None
         self._highest_saved = -1
         self._has_warned = False
@@ -222,13 +223,13 @@ class Pruner:
     ) -> list[str]:
         """Return tombstones, each once in a process, and the kept steps that are swept.
 
-        These are one in turn if it `sweeps`, else all that are thin: a thinning that was killed has
-        not freed what it replaced.
+        These are one in turn if it `sweeps`, else all that are thin, each save once in a process: a
+        thinning that was killed has not freed what it replaced.
         """
         new = {(state.name, state.slot) for state in tombstones} - self._tried_tombstones
         in_use = self._root.in_use.reasons()
         steps = [
-            (decision.step, decision.name, bool(decision.info.part))
+            (decision.step, decision.name, decision.info)
             for decision in kept
             if decision.step is not None
             and decision.name not in in_use
@@ -240,7 +241,9 @@ class Pruner:
             self._swept_step = later[0][0] if later else -1
             swept = later[:1]
         else:
-            swept = [step for step in steps if step[2]]
+            thin_ids = {info.save_id for *_, info in steps if info.part}
+            swept = [step for step in steps if step[2].save_id in thin_ids - self._swept_ids]
+            self._swept_ids |= thin_ids
         return [name for name, _ in sorted(new)] + [name for _, name, _ in swept]
 
     def _delete(self, decision: PruneDecision, deadline: Deadline) -> str | None:
