@@ -30,7 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, RankFailedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CommitConflictError,
+    IntegrityError,
+    InvalidInputError,
+    RankFailedError,
+    StorageError,
+)
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
@@ -38,6 +45,7 @@ from ckpt_storage.format.documents import Counts, FileRef, seal
 from ckpt_storage.format.manifest import Manifest, PlannerData, TensorRecord, int_keys_of
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -112,6 +120,9 @@ def commit_save(
     document = seal(body)
     # No reader sees them before the commit, which waits until both are durable.
     documents = {stock.path: stock_bytes, path: document}
+    if part:
+        # Others may copy this part at the same time, under the same save id (I2).
+        _create_manifest(store, save_id, documents.pop(path))
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
     if stats is not None:
@@ -157,6 +168,24 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
             phase="commit",
             next_step="Nothing was committed. Check the save planner and the names and sharding "
             "of all values; if they are sound, report this as a bug of ckpt_storage.",
+        ) from error
+
+
+def _create_manifest(store: Store, save_id: str, document: bytes) -> None:
+    """Write the manifest of a part, unless another copy of that part has written its own."""
+    path = names.manifest_path(save_id)
+    try:
+        create_new(store, path, document)
+    except StorageError as error:
+        if error.kind != "exists":
+            raise
+        raise CommitConflictError(
+            f"Another process writes the same part, {save_id}, to {store.url}; the part of this "
+            "process is not committed.",
+            winner={"save_id": save_id},
+            path=path,
+            phase="commit",
+            next_step="Call again: it uses what the other process commits, or replaces it.",
         ) from error
 
 

@@ -89,7 +89,7 @@ def free_leftovers(
     if dead:
         # `.metadata` may name a save from before a deletion.
         publish_head(store)
-    freed += _fence_and_free(store, dead)
+    freed += fence_and_free(store, dead)
     sweep_temporary_files(store, min_age_s=min_age_s)
     return freed
 
@@ -117,10 +117,10 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     others = attempts_there(store).keys() - {besides}
     dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]
     committed = _commits(store, slotlog.read_log(store), dead) if dead else {}
-    return _fence_and_free(store, sorted({*dead} - {*committed}))
+    return fence_and_free(store, sorted({*dead} - {*committed}))
 
 
-def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
+def fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
     """Fence attempts, and delete those that had not committed before the fence."""
     commits = _commits(store, fence(store, dead), dead) if dead else {}
     freed = [save_id for save_id in dead if save_id not in commits]

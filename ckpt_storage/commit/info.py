@@ -21,6 +21,21 @@ _MAX_USER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageUsage:
+    """The bytes of the shard files of one checkpoint.
+
+    `group_bytes` are the bytes by group of values; "" stands for values of no group.
+    `apparent_bytes` is their sum, what a copy takes. `own_bytes` are those of files that share no
+    storage with another checkpoint by hard links: what a deletion frees. On storages without hard
+    links both are the same.
+    """
+
+    group_bytes: Mapping[str, int] = field(hash=False)
+    apparent_bytes: int
+    own_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """A committed checkpoint as its commit record describes it.
 
@@ -29,9 +44,10 @@ class CheckpointInfo:
     weight files that the same save made. `step` and `metrics` are those that a `CheckpointManager`
     recorded with the save; a metric may be NaN or infinite. `part` is empty for a whole checkpoint;
     a partial checkpoint holds values of the save `of`, chosen by the patterns `include` and
-    `exclude`. `stats` are measurements of the save until its commit began, None if the record has
-    none. `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder
-    with the format "unreadable" could not be read.
+    `exclude`. `usage` has the bytes of its files, None unless the caller asked for them. `stats`
+    are measurements of the save until its commit began, None if the record has none.
+    `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder with
+    the format "unreadable" could not be read.
     """
 
     url: str
@@ -45,6 +61,7 @@ class CheckpointInfo:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     part: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    usage: StorageUsage | None = None
     stats: OperationStats | None = None
     problem: str | None = None
 

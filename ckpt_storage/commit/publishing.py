@@ -69,9 +69,10 @@ def check_slots(store: Store, commit_log: CommitLog, tail: Content | None) -> No
         return
     store.drop_caches(STOCK_METADATA)
     tail = slotlog.read_stock_tail(store)
+    named = _slot_above(store, commit_log.last_slot, tail)
+    # Read last, so that it has what was committed while the others were read.
     last_slot = slotlog.read_log(store, known=commit_log.last).last_slot
-    named = _slot_above(store, last_slot, tail)
-    if not named:
+    if named <= last_slot:
         return
     raise FormatError(
         f"{store.url} lost files of commits/: it had slot {named}, and the search found "
