@@ -43,9 +43,8 @@ class LocalBox:
 
 def boxes_of(tensor: object) -> list[LocalBox] | None:
     """Return the boxes of a `DTensor` whose local part is several; None for all others."""
-    if type(tensor) is not DTensor or not any(
-        isinstance(placement, _StridedShard) for placement in tensor.placements
-    ):
+    # By type: torch's `isinstance` for placements runs Python, and this is asked for each tensor.
+    if type(tensor) is not DTensor or _StridedShard not in map(type, tensor.placements):
         return None
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
