@@ -49,6 +49,7 @@ class Observer(TrainerCallback):
         Path(JOB["losses"]).write_text(json.dumps(losses), encoding="utf-8")
 
 
-transformers.trainer.DEFAULT_CALLBACKS.append(Observer)
+callbacks: list[Any] = transformers.trainer.DEFAULT_CALLBACKS
+callbacks.append(Observer)
 sys.argv = [JOB["script"], JOB["url"], JOB["adapter"]]
 runpy.run_path(JOB["script"], run_name="__main__")

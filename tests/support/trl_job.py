@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
@@ -22,9 +23,8 @@ JOB = json.loads(sys.argv[1])
 
 words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(62)} | {"?": 62, ".": 63}, "?"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=words, unk_token="?", pad_token="?", eos_token="."
-)
+make_tokenizer: Any = PreTrainedTokenizerFast
+tokenizer = make_tokenizer(tokenizer_object=words, unk_token="?", pad_token="?", eos_token=".")
 texts = [{"text": " ".join(f"w{(n * k) % 62}" for k in range(12))} for n in range(24)]
 recorder = Recorder(JOB["url"], JOB.get("interrupt_at"), None)
 with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,8 @@ with tempfile.TemporaryDirectory() as folder:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = with_checkpoint_storage(SFTTrainer, JOB["url"])(
+    trainer_class: Any = with_checkpoint_storage(SFTTrainer, JOB["url"])
+    trainer = trainer_class(
         model=model_of(lora=False),
         args=arguments,
         train_dataset=Dataset.from_list(texts),
