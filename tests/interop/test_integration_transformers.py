@@ -63,7 +63,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     """Two ranks resume from the one before, bit for bit, say so, and save the damaged step anew."""
-    options = {"ranks": 2, "lr_scheduler_type": "constant"}
+    options: dict[str, Any] = {"ranks": 2, "lr_scheduler_type": "constant"}
     whole, url = str(tmp_path / "whole"), str(tmp_path / "run")
     code, output = job(tmp_path, url=whole, **options)
     assert code == 0, output

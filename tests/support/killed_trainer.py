@@ -49,6 +49,6 @@ class Observer(TrainerCallback):
         Path(JOB["losses"]).write_text(json.dumps(losses), encoding="utf-8")
 
 
-transformers.trainer.DEFAULT_CALLBACKS.append(Observer)
+transformers.trainer.DEFAULT_CALLBACKS.append(Observer)  # type: ignore[arg-type]  # inferred from its first class
 sys.argv = [JOB["script"], JOB["url"], JOB["adapter"]]
 runpy.run_path(JOB["script"], run_name="__main__")

@@ -22,7 +22,7 @@ JOB = json.loads(sys.argv[1])
 
 words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(62)} | {"?": 62, ".": 63}, "?"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(
+tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers'
     tokenizer_object=words, unk_token="?", pad_token="?", eos_token="."
 )
 texts = [{"text": " ".join(f"w{(n * k) % 62}" for k in range(12))} for n in range(24)]
@@ -40,7 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = with_checkpoint_storage(SFTTrainer, JOB["url"])(
+    trainer = with_checkpoint_storage(SFTTrainer, JOB["url"])(  # type: ignore[call-arg]  # TRL's own
         model=model_of(lora=False),
         args=arguments,
         train_dataset=Dataset.from_list(texts),
