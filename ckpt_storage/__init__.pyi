@@ -6,6 +6,7 @@ from .background.save_state import SaveState as SaveState
 from .background.saver import AsyncSaver as AsyncSaver
 from .background.saver import save_async as save_async
 from .commit.info import CheckpointInfo as CheckpointInfo
+from .commit.info import StorageUsage as StorageUsage
 from .commit.publishing import publish as publish
 from .dcp.reader import CheckpointStorageReader as CheckpointStorageReader
 from .dcp.writer import CheckpointStorageWriter as CheckpointStorageWriter
@@ -66,6 +67,8 @@ from .manager.policies import KeepPart as KeepPart
 from .manager.policies import RetentionPolicy as RetentionPolicy
 from .manager.prune import prune as prune
 from .manager.resume import Restored as Restored
+from .manager.resume import SkippedCheckpoint as SkippedCheckpoint
+from .manager.retention import PruneDecision as PruneDecision
 from .manager.retention import PruneReport as PruneReport
 from .observe.stats import OperationStats as OperationStats
 from .options import ProgressEvent as ProgressEvent

@@ -19,7 +19,7 @@ from ckpt_storage import InvalidInputError
 from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.output import ExportSpec, WriteSummary
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
-from ckpt_storage.export.run import run_together
+from ckpt_storage.export.run import group_of, run_together
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import DTYPES, checked_path
 from ckpt_storage.store import Location
@@ -58,7 +58,7 @@ class NpyExport(PlainFolder[list[str]]):
     def content(self) -> object:
         """Return what stands for the bytes of the files; a re-run trusts files of equal content."""
         # A source of another tool has no save id.
-        return ["npy/1", self.save_id or self.found.state]
+        return ["npy/1", self.save_id or self.version.state]
 
     def report(self, made: WriteSummary, seconds: float) -> list[str]:
         """Return the names of the files."""
@@ -72,8 +72,8 @@ def export_npy(
     """Write each tensor of the checkpoint at `source` to a file in the folder `target`."""
     spec = ExportSpec(source=Location.of(source), target=Location.of(target))
 
-    what = f"export of {source}"
-    return run_together(process_group, "npy", what, spec.timeouts, lambda: spec, NpyExport)
+    group, what = group_of(process_group, "npy"), f"export of {source}"
+    return run_together(group, "npy", what, spec.timeouts, lambda: spec, NpyExport)
 
 
 if __name__ == "__main__":

@@ -96,4 +96,4 @@ if __name__ == "__main__":
         place = sys.argv[1] if len(sys.argv) > 1 else Path(default).as_uri()
         metrics = main(place)
         print(f"Trained to step {metrics['step']}, resumed at step {metrics['begun_at']}.")
-        print("Committed:", ", ".join(one.name for one in ckpt_storage.list_checkpoints(place)))
+        print("Committed:", ", ".join(info.name for info in ckpt_storage.list_checkpoints(place)))

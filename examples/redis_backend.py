@@ -16,8 +16,8 @@ import redis
 
 from ckpt_storage import store
 from ckpt_storage.errors import StorageError
+from ckpt_storage.store import Buffers, Part
 
-_MOST_BYTES = 512 << 20  # of one value
 _NAMES, _UPLOADS = "ckpt names", "ckpt uploads"
 
 
@@ -38,8 +38,8 @@ class RedisBackend(store.Backend):
         if_match=True,
         atomic_replace=True,
         parallel_parts=True,
-        max_part_bytes=_MOST_BYTES,
-        max_put_bytes=_MOST_BYTES,
+        max_part_bytes=512 << 20,  # of one value
+        max_put_bytes=512 << 20,
         tokens_travel=True,
         lists_uploads=True,
     )
@@ -47,24 +47,23 @@ class RedisBackend(store.Backend):
     def __init__(self, location: store.Location, settings: store.Settings) -> None:
         self.endpoint, _, prefix = location.path.partition("/")
         self._root = f"{prefix}/" if prefix else ""
-        host, _, port = self.endpoint.partition(":")
         options = {"socket_timeout": settings.request_timeout_s, **location.storage_options}
-        self._client: Any = redis.Redis(host=host, port=int(port or 6379), **options)
+        self._client: Any = redis.Redis.from_url(f"redis://{self.endpoint}", **options)
 
     def stat(self, path: str) -> store.ObjectInfo:
         """Look the name up."""
-        text = self._client.get(_key("object", self._root + path))
-        if text is None:
+        if (text := self._client.get(_key("object", self._root + path))) is None:
             raise FileNotFoundError(path)
         return store.ObjectInfo(path=path, **json.loads(text))
 
     def get(self, path: str, *, max_bytes: int | None) -> store.Content:
-        """Read all pieces of one version, or one byte more than is wanted."""
+        """Read all pieces of one version, or one byte more than `max_bytes`."""
         for _ in range(10):
             info = self.stat(path)
             most_bytes = info.size_bytes if max_bytes is None else max_bytes + 1
             data = bytearray(min(info.size_bytes, most_bytes))
-            if self._fill(info, 0, memoryview(data)):
+            with contextlib.suppress(store.ShortReadError):
+                self._fill(info, 0, memoryview(data))
                 return store.Content(data=bytes(data), version=info.version)
         raise StorageError(f"{path} was replaced at each read.", retryable=True)
 
@@ -72,14 +71,11 @@ class RedisBackend(store.Backend):
         """Ask for what each range has of each piece."""
         info = self.stat(path)
         for start, view in ranges:
-            if start + view.nbytes > info.size_bytes:
-                raise store.ShortReadError(max(start, info.size_bytes))
-            if not self._fill(info, start, view):
-                raise StorageError(f"{path} was replaced while it was read.", retryable=True)
+            self._fill(info, start, view)
         return info.size_bytes
 
-    def _fill(self, info: store.ObjectInfo, start: int, view: memoryview) -> bool:
-        """Fill the view; return False if the version was replaced, and its pieces are gone."""
+    def _fill(self, info: store.ObjectInfo, start: int, view: memoryview) -> None:
+        """Fill the view; `Store` retries a short read of a version that was replaced meanwhile."""
         filled_bytes = 0
         for key, value in self._client.hgetall(_key("pieces", info.version)).items():
             offset, length = int(key), int(value)
@@ -89,11 +85,12 @@ class RedisBackend(store.Backend):
                 data = self._client.getrange(piece, first - offset, last - offset - 1)
                 view[first - start : first - start + len(data)] = data
                 filled_bytes += len(data)
-        return filled_bytes == view.nbytes
+        if filled_bytes < view.nbytes:
+            raise store.ShortReadError(start + filled_bytes)
 
-    def put(self, path: str, data: store.Buffers, **terms: Any) -> None:
+    def put(self, path: str, data: Buffers, **terms: Any) -> None:
         """Send one piece, and have the name refer to it if the condition holds."""
-        part = store.Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
+        part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         token = self.begin_upload(path, write_id="", copies=False)
         try:
             self.put_part(path, token, part, data, last=True)
@@ -130,8 +127,7 @@ class RedisBackend(store.Backend):
             pipe.set(key, text).zadd(_NAMES, {name: 0}).hdel(_UPLOADS, version)
             return before
 
-        before = self._client.transaction(change, key, _UPLOADS, value_from_callable=True)
-        if before:
+        if before := self._client.transaction(change, key, _UPLOADS, value_from_callable=True):
             self._drop(before)
 
     def _drop(self, version: str) -> None:
@@ -168,19 +164,16 @@ class RedisBackend(store.Backend):
         self._client.hset(_UPLOADS, token, self._root + path)
         return token
 
-    def put_part(
-        self, path: str, token: str, part: store.Part, data: store.Buffers, *, last: bool
-    ) -> str:
+    def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Set one piece, in place of what an earlier attempt left, if the upload is open."""
         if not self._client.hexists(_UPLOADS, token):
             raise FileNotFoundError(f"the upload of {path} is over")
-        pipe = self._client.pipeline()
-        pipe.hset(_key("pieces", token), str(part.offset), part.size_bytes)
+        pipe = self._client.pipeline().hset(_key("pieces", token), part.offset, part.size_bytes)
         pipe.set(_key("piece", token, part.offset), b"".join(data)).execute()
         return ""
 
     def complete_upload(
-        self, path: str, token: str, parts: Sequence[store.Part], *, write_id: str
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str
     ) -> None:
         """Have the name refer to the pieces."""
         self._publish(path, token, sum(part.size_bytes for part in parts), write_id=write_id)

@@ -33,11 +33,11 @@ def main() -> None:
     first = 1
     infos = ckpt_storage.list_checkpoints(arguments.url)
     if infos:
-        found = manager.load(infos[-1].url, into=dict.fromkeys(("model", "optimizer", "step")))
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        first = found["step"] + 1
-        print(f"resumed after step {found['step']}")
+        loaded = manager.load(infos[-1].url, into=dict.fromkeys(("model", "optimizer", "step")))
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        first = loaded["step"] + 1
+        print(f"resumed after step {loaded['step']}")
 
     for step in range(first, arguments.steps + 1):
         generator = torch.Generator().manual_seed(step)

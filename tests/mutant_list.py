@@ -287,8 +287,8 @@ _CLI_MUTANTS = [
 _INSPECT_MUTANTS = [
     Mutant(
         "inspect/reading.py",
-        "if held_count != array.size:",
-        "if held_count > array.size:",
+        "if covered_count != array.size:",
+        "if covered_count > array.size:",
         [f"{_OPENED}::test_elements_that_no_chunk_holds_are_not_made_up"],
     ),
     Mutant(
@@ -372,8 +372,8 @@ _INSPECT_MUTANTS = [
     ),
     Mutant(
         "inspect/checks.py",
-        "if found.size_bytes < end:",
-        "if found.size_bytes <= end:",
+        "if info.size_bytes < end:",
+        "if info.size_bytes <= end:",
         [f"{_OPENED}::test_a_sound_checkpoint_of_any_format_is_called_so"],
     ),
     Mutant(
@@ -838,8 +838,8 @@ _COMMIT_MUTANTS = [
     ),
     Mutant(
         "commit/assembly.py",
-        "held and len(held) == len(tensor.boxes):",
-        "held:",
+        "stored and len(stored) == len(tensor.boxes):",
+        "stored:",
         ["tests/ranks/test_dcp_planners.py::test_shards_are_tied_where_all_that_hold_any_agree"],
     ),
     Mutant(
@@ -902,7 +902,7 @@ _FORMAT_MUTANTS = [
     ),
     Mutant(
         "format/documents.py",
-        "if self.budget.left_bytes < 0:",
+        "if self.budget.remaining_bytes < 0:",
         "if size_bytes < 0:",
         [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],
     ),
@@ -1148,8 +1148,8 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/liveness.py",
-        "self._misses[rank] = 0",
-        "pass",
+        "if number < self.number:",
+        "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(

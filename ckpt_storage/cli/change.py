@@ -34,7 +34,7 @@ from ckpt_storage.manager.policies import (
     RetentionPolicy,
 )
 from ckpt_storage.manager.prune import prune as run
-from ckpt_storage.manager.retention import Decision, PruneReport
+from ckpt_storage.manager.retention import PruneDecision, PruneReport
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 
@@ -417,7 +417,7 @@ def _best(text: str) -> KeepBest:
     return KeepBest(match[1], "max" if match[2] == "max" else "min", int(match[3] or 1))
 
 
-def _decisions(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
+def _decisions(decisions: tuple[PruneDecision, ...]) -> list[dict[str, object]]:
     return [{"name": each.name, "step": each.step, "reasons": each.reasons} for each in decisions]
 
 

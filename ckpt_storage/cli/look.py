@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.info import CheckpointInfo, StorageUsage
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Probe, diagnose
@@ -16,6 +16,7 @@ from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.inspect.verify import VerifyReport
 from ckpt_storage.inspect.views import human_bytes
 from ckpt_storage.manager.listing import list_checkpoints
+from ckpt_storage.manager.usage import usage_of
 from ckpt_storage.observe.stats import OperationStats
 
 from . import output
@@ -34,16 +35,19 @@ _SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")
-@click.option("-l", "--long", "is_long", is_flag=True, help="Also bytes, seconds, slowest rank.")
+@click.option(
+    "-l", "--long", "is_long", is_flag=True, help="Also bytes, groups, seconds, slowest rank."
+)
 @reads("ROOT")
 def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
     does not exist is an error; on object storage that is one below which nothing lies. A folder
-    that may not be read is listed as unreadable; the exit code is 2 then.
+    that may not be read is listed as unreadable; the exit code is 2 then. "own" are the bytes that
+    no other checkpoint shares by hard links. -l reads the manifest of each.
     """
-    infos = list_checkpoints(root, **options)
+    infos = list_checkpoints(root, usage=is_long, **options)
     if not infos:
         check_root(root, **options)
     problems = [info.problem for info in infos if info.problem is not None]
@@ -59,25 +63,32 @@ def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
             head.append(key)
             rows = [[*row, getattr(info, key)] for row, info in zip(rows, infos, strict=True)]
     if is_long:
-        head += ["size", "seconds", "ranks", "slowest"]
+        head += ["size", "own", "groups", "seconds", "ranks", "slowest"]
         rows = [[*row, *_long(info)] for row, info in zip(rows, infos, strict=True)]
-    text = output.table(head, rows, right="step size seconds ranks")
+    text = output.table(head, rows, right="step size own seconds ranks")
     output.emit("ls", as_json=as_json, text=text, checkpoints=infos)
     return COULD_NOT_RUN if problems else SOUND
 
 
 def _long(info: CheckpointInfo) -> tuple[str, ...]:
-    """Return the columns of `ls -l`, empty where no statistics were recorded."""
-    stats = info.stats
-    if stats is None:
-        return ("", "", "", "")
-    slowest = f"rank {stats.slowest_rank}, {stats.slowest_s:.1f} s, {stats.slowest_share:.0%}"
-    return (
-        human_bytes(stats.total_bytes),
-        f"{stats.seconds:.1f}",
-        str(stats.world_size),
-        slowest if stats.world_size > 1 else "",
-    )
+    """Return the columns of `ls -l`, empty where nothing is known."""
+    usage, stats = info.usage, info.stats
+    columns = ["", "", "", "", "", ""]
+    if usage is not None:
+        sizes = human_bytes(usage.apparent_bytes), human_bytes(usage.own_bytes)
+        columns[:3] = *sizes, _groups_text(usage)
+    if stats is not None:
+        columns[3:5] = f"{stats.seconds:.1f}", str(stats.world_size)
+        if stats.world_size > 1:
+            share = f"{stats.slowest_share:.0%}"
+            columns[5] = f"rank {stats.slowest_rank}, {stats.slowest_s:.1f} s, {share}"
+    return tuple(columns)
+
+
+def _groups_text(usage: StorageUsage) -> str:
+    """Return the groups with their bytes, for people."""
+    pairs = usage.group_bytes.items()
+    return ", ".join(f"{group or 'other'} {human_bytes(size)}" for group, size in pairs)
 
 
 @click.command(short_help="What a checkpoint or a tensor is.")
@@ -97,7 +108,8 @@ def show(
 ) -> int:
     """Show what the checkpoint at URL is; with FQN, how one tensor is stored.
 
-    Reads documents only, no tensor.
+    Reads documents only, no tensor. "own bytes" are those that no other checkpoint shares by hard
+    links.
     """
     with open_checkpoint(url, **options) as checkpoint:
         if fqn is not None:
@@ -109,6 +121,8 @@ def show(
             more["history"] = [{key: getattr(slot, key) for key in _SLOT} for slot in slots]
         entries = checkpoint.entries()
         tensor_count = sum(entry.dtype is not None for entry in entries)
+        handle = checkpoint._handle  # noqa: SLF001  # of this package
+        usage = None if handle.manifest is None else usage_of(handle.manifest, handle.location)
         summary: dict[str, Any] = {
             "url": checkpoint.url,
             "format": checkpoint.format,
@@ -121,18 +135,33 @@ def show(
             "tensor_count": tensor_count,
             "object_count": len(entries) - tensor_count,
             "tensor_bytes": checkpoint.nbytes,
+            "usage": usage,
             "stats": checkpoint.info.stats,
         }
     files = [
         (file.path, file.rank, file.group, f"{file.size_bytes:,}") for file in more.get("files", ())
     ]
     text = itertools.chain(
-        output.facts({**summary, "stats": None, **_save_facts(summary["stats"])}),
+        output.facts(
+            {**summary, **_usage_facts(usage), "stats": None, **_save_facts(summary["stats"])}
+        ),
         output.table(("file", "rank", "group", "bytes"), files, right="rank bytes"),
         output.table(_SLOT, [slot.values() for slot in more.get("history", ())], right="slot pid"),
     )
     output.emit("show", as_json=as_json, text=text, **summary, **more)
     return SOUND
+
+
+def _usage_facts(usage: StorageUsage | None) -> dict[str, object]:
+    """Return what the files hold and take, for `show`."""
+    if usage is None:
+        return {"usage": None}
+    return {
+        "usage": None,
+        "groups": _groups_text(usage),
+        "apparent_bytes": usage.apparent_bytes,
+        "own_bytes": usage.own_bytes,
+    }
 
 
 def _save_facts(stats: OperationStats | None) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""The coordinator's last part of a save: is it complete (I8), then commit it and clean up.
+"""The coordinator's part at the end of a save: check completeness (I8), commit, and clean up.
 
-Work grows with reports, tensors and different ways of cutting them; what grows with items is done
-on arrays, but for what stock DCP readers need: torch's `Metadata`, pickled. The order of the
-documents is that of `docs/guarantees.md`, I1.
+Python runs once for each report, tensor and layout. Work for each item is done on arrays, except
+for torch's pickled `Metadata`, which stock DCP readers need. Documents are written in the order of
+I1 in `docs/guarantees.md`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,22 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, RankFailedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CommitConflictError,
+    IntegrityError,
+    InvalidInputError,
+    RankFailedError,
+    StorageError,
+)
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import Counts, FileRef, seal
-from ckpt_storage.format.manifest import Manifest, TensorRecord
+from ckpt_storage.format.manifest import Manifest, PlannerData, TensorRecord, int_keys_of
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.observe.stats import OperationStats
+from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -49,10 +57,10 @@ from .slotlog import stat_or_none
 log = logging.getLogger("ckpt_storage")
 
 STOCK_VERSION = "1.0.0"
-"""What torch 2.13 writes as `Metadata.version`; readers do not check it."""
+"""`Metadata.version` of torch 2.13; readers do not check it."""
 
 _FOOTER_ROOM_BYTES = 4096
-"""More than the footer takes that makes a `.metadata` of the pickle."""
+"""An upper bound of the length of the footer."""
 
 
 def commit_save(
@@ -66,13 +74,13 @@ def commit_save(
     stats: OperationStats | None = None,
     must_publish: bool = True,
 ) -> SlotRecord:
-    """Check that all ranks wrote all of it, put down the documents, commit; return the record.
+    """Check that the save is complete, write its documents, commit it, and return the record.
 
-    `reports[i]` is rank i's, None if there is none; `user` and `part` as for `commit`. `stats` are
-    recorded with the bytes of the files that the reports name. Raises `IntegrityError`,
+    `reports[i]` is that of rank i, None if it is missing; `user` and `part` as for `commit`.
+    `stats` are recorded with the bytes of all files of the reports. Raises `IntegrityError`,
     `RankFailedError`, `StorageError`, `CommitConflictError` (all: not committed),
-    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed).
-    Superseded files that cannot be deleted are left to the next save.
+    `CommitUnknownError`, and unless `must_publish` is False `NotPublishedError` (committed). The
+    next save deletes superseded files that cannot be deleted now.
     """
     save_id = ticket.save_id
     checked = check_reports(reports, ticket)
@@ -80,14 +88,14 @@ def commit_save(
     check_files(store, manifest)
     entry_count = sum(report.item_count for report in checked)
     if all(report.places is not None for report in checked):
-        # 0 would say that it is a note.
+        # 0 means that `.metadata` is a note.
         stock_entries = entry_count or None
         meta = StorageMeta(checkpoint_id=store.url, save_id=save_id)
         pickled = stock_metadata(metadata, checked, manifest, meta)
     else:
         stock_entries, pickled = 0, stock_note(entry_count)
         log.info(
-            "save %s to %s: .metadata for torch's own readers is left out; it would hold %d "
+            "save %s to %s: .metadata for torch's own readers is omitted; it would have %d "
             "entries (stock_metadata='always' writes it)",
             save_id,
             store.url,
@@ -110,8 +118,11 @@ def commit_save(
     path = names.manifest_path(save_id)
     _check_readable(body, path)
     document = seal(body)
-    # Nothing leads to them before the commit, which comes when both are durable.
+    # No reader sees them before the commit, which waits until both are durable.
     documents = {stock.path: stock_bytes, path: document}
+    if part:
+        # Others may copy this part at the same time, under the same save id (I2).
+        _create_manifest(store, save_id, documents.pop(path))
     side_by_side(store, [partial(store.put, *each) for each in documents.items()])
     ref = FileRef.of(path, document)
     if stats is not None:
@@ -133,12 +144,12 @@ def commit_save(
     if not publishing.publish_commit(store, record, publish, is_needed=must_publish):
         return record
     try:
-        # Looking for what nobody needs takes a listing: free on a local disk only.
+        # Finding leftovers takes a listing, which is cheap on local disks only.
         if ticket.previous is not None or not store.capabilities.is_remote:
             cleaning.free_leftovers(store, known=record)
-    except Exception as error:  # the save is committed, whatever this is
+    except Exception as error:  # the save is committed all the same
         log.warning(
-            "save %s is committed; freeing what it superseded failed and will be repeated: %s",
+            "save %s is committed; freeing superseded saves failed and will be repeated: %s",
             save_id,
             error,
             exc_info=not isinstance(error, CheckpointError),
@@ -147,12 +158,12 @@ def commit_save(
 
 
 def _check_readable(body: Mapping[str, Any], path: str) -> None:
-    """Raise `IntegrityError` if readers would refuse the manifest, before it counts."""
+    """Raise `IntegrityError` before the commit if readers would refuse the manifest."""
     try:
         Manifest.from_body({**body, "planner_data": None}, where=path)
     except CheckpointError as error:
         raise IntegrityError(
-            f"No reader would take the manifest of this save: {error}",
+            f"Every reader would refuse the manifest of this save: {error}",
             path=path,
             phase="commit",
             next_step="Nothing was committed. Check the save planner and the names and sharding "
@@ -160,20 +171,38 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
         ) from error
 
 
+def _create_manifest(store: Store, save_id: str, document: bytes) -> None:
+    """Write the manifest of a part, unless another copy of that part has written its own."""
+    path = names.manifest_path(save_id)
+    try:
+        create_new(store, path, document)
+    except StorageError as error:
+        if error.kind != "exists":
+            raise
+        raise CommitConflictError(
+            f"Another process writes the same part, {save_id}, to {store.url}; the part of this "
+            "process is not committed.",
+            winner={"save_id": save_id},
+            path=path,
+            phase="commit",
+            next_step="Call again: it uses what the other process commits, or replaces it.",
+        ) from error
+
+
 def check_reports(reports: Sequence[RankReport | None], ticket: SaveTicket) -> list[RankReport]:
-    """Return the reports; raise unless they are of all ranks and of this save."""
+    """Return the reports. Raises if one is missing or belongs to another save."""
     save_id, world_size = ticket.save_id, ticket.world_size
     missing = [rank for rank, report in enumerate(reports) if report is None]
     missing += range(len(reports), world_size)
     if missing or len(reports) != world_size:
         raise RankFailedError(
-            f"Ranks {missing} of {world_size} did not report what they wrote.",
+            f"The reports of ranks {missing} of {world_size} are missing.",
             failures=dict.fromkeys(missing, "no report"),
             phase="commit",
-            next_step="Look at those ranks' logs; nothing was committed; save again.",
+            next_step="Nothing was committed. Read the logs of these ranks, and save again.",
         )
-    whole = [report for report in reports if report is not None]
-    for rank, report in enumerate(whole):
+    present = [report for report in reports if report is not None]
+    for rank, report in enumerate(present):
         if (report.save_id, report.rank, report.world_size) != (save_id, rank, world_size):
             raise CheckpointError(
                 f"Rank {rank} reports rank {report.rank} of {report.world_size} and save "
@@ -182,13 +211,13 @@ def check_reports(reports: Sequence[RankReport | None], ticket: SaveTicket) -> l
                 phase="commit",
                 next_step="Nothing was committed; make sure one job saves to this id.",
             )
-    return whole
+    return present
 
 
 def check_files(store: Store, manifest: Manifest) -> None:
-    """Raise `IntegrityError` naming rank and file if the coordinator does not see what was written.
+    """Raise `IntegrityError` if the coordinator does not see a file of a rank with its length.
 
-    Asked only where a look costs no request: it finds ranks that wrote to a disk of their own.
+    Checked on disks only, where it costs no request: a rank may have written to its own disk.
     """
     documents = zip(manifest.ranks, itertools.count(), strict=False)
     for ref, rank in () if store.capabilities.is_remote else [*manifest.files, *documents]:
@@ -198,10 +227,10 @@ def check_files(store: Store, manifest: Manifest) -> None:
             store.drop_caches(ref.path)
             info = stat_or_none(store, ref.path)
         if info is None or info.size_bytes != ref.size_bytes:
-            seen = "does not see it" if info is None else f"sees {info.size_bytes} bytes"
+            actual = "does not see it" if info is None else f"sees {info.size_bytes} bytes"
             raise IntegrityError(
                 f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "
-                f"{seen}.",
+                f"{actual}.",
                 rank=rank,
                 path=ref.path,
                 phase="commit",
@@ -213,10 +242,10 @@ def check_files(store: Store, manifest: Manifest) -> None:
 def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
     """Return the manifest of the whole checkpoint, without `stock`.
 
-    Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
-    planned tensor exactly, a planned blob is not there, or something is that was not planned. A
-    box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
-    the lowest rank.
+    Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every planned
+    tensor exactly, if a planned blob is missing, or if a rank wrote a value that was not planned. A
+    box that several ranks wrote (the planner does not deduplicate replicas) counts once, for the
+    lowest rank.
     """
     table = ReportTable(reports, planned)
     for fqn in planned.blobs - table.blobs.keys():
@@ -256,55 +285,55 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
 def _boxes(
     fqn: str, shape: tuple[int, ...], owners: Counts, rows: Counts
 ) -> tuple[list[Box], list[int]]:
-    """Return chunks of any form that make up a tensor; says exactly what is wrong if not."""
+    """Return the chunks of a tensor that form no grid, and owners. Raises `IntegrityError`."""
     first: dict[Box, int] = {}
     for owner, row in zip(owners.tolist(), rows.tolist(), strict=True):
         box = Box(tuple(row[: len(shape)]), tuple(row[len(shape) :]))
         if 0 in shape or not box.is_empty:
             first.setdefault(box, owner)
-    held = list(first)
-    flaw = find_flaw(shape, held)
+    boxes = list(first)
+    flaw = find_flaw(shape, boxes)
     if flaw is None:
-        return held, list(first.values())
+        return boxes, list(first.values())
     if flaw.outside is not None:
-        box = held[flaw.outside]
+        box = boxes[flaw.outside]
         raise outside(fqn, shape, box, first[box])
     if flaw.holders:
-        overlap = " and ".join(f"{held[at]} of rank {first[held[at]]}" for at in flaw.holders[:2])
+        overlap = " and ".join(f"{boxes[at]} of rank {first[boxes[at]]}" for at in flaw.holders[:2])
         what = f"Chunks of {fqn} overlap: {overlap}."
     else:
-        ranks = f"ranks {sorted(set(first.values()))} wrote chunks of it"
-        what = f"The chunks of {fqn} leave a gap at {flaw.at}; {ranks}."
+        ranks = sorted(set(first.values()))
+        what = f"The chunks of {fqn} leave a gap at {flaw.at}; ranks {ranks} wrote chunks of it."
     raise incomplete(f"{what} Its shape is {list(shape)}.", fqn)
 
 
 def _agreed_ties(
     reports: Iterable[RankReport], tensors: Mapping[str, TensorRecord]
 ) -> dict[str, str]:
-    """Return alias -> target of what is the same memory on all ranks; no target is an alias."""
-    joined: dict[str, list[str]] = {}  # each name's group, in the order in which names came
+    """Return alias -> target of tensors that share memory on all ranks; no target is an alias."""
+    joined: dict[str, list[str]] = {}  # the group of each name; a group has names in their order
     chunks: dict[str, dict[Box, int]] = {}
     for report in reports:
         for alias, target in report.ties.items():
-            kept, gone = (joined.setdefault(name, [name]) for name in (target, alias))
-            if kept is not gone:
-                kept += gone
-                joined.update(dict.fromkeys(gone, kept))
+            group, other = (joined.setdefault(name, [name]) for name in (target, alias))
+            if group is not other:
+                group += other
+                joined.update(dict.fromkeys(other, group))
         for name, box, crc in report.tied:
             chunks.setdefault(name, {}).setdefault(box, crc)
     groups: dict[object, list[str]] = {}
     for name, group in joined.items():
-        tensor, held = tensors.get(name), chunks.get(name, {})
-        if tensor is not None and held and len(held) == len(tensor.boxes):
-            same = (id(group), tensor.dtype, tensor.shape, frozenset(held.items()))
+        tensor, stored = tensors.get(name), chunks.get(name, {})
+        if tensor is not None and stored and len(stored) == len(tensor.boxes):
+            same = (id(group), tensor.dtype, tensor.shape, frozenset(stored.items()))
             groups.setdefault(same, []).append(name)
     return {alias: group[0] for group in groups.values() for alias in group[1:]}
 
 
 def planned_of(metadata: Metadata) -> Planned:
-    """Return what DCP's global plan promises.
+    """Return the values in DCP's global plan.
 
-    A flattening map is kept where it is one; other planners' data stays in `.metadata` only. Raises
+    Planner data of another form than a flattening map is kept in `.metadata` only. Raises
     `InvalidInputError` for an unknown kind of entry.
     """
     tensors: dict[str, tuple[int, ...]] = {}
@@ -327,7 +356,9 @@ def planned_of(metadata: Metadata) -> Planned:
     )
     if data is not None and not is_map:
         log.warning("planner_data of this save is not a flattening map; only .metadata keeps it")
-    paths = dict(data) if isinstance(data, dict) and is_map else None
+    paths = None
+    if isinstance(data, dict) and is_map:
+        paths = PlannerData(data, int_keys=int_keys_of(data))
     return Planned(tensors=tensors, blobs=frozenset(blobs), planner_data=paths)
 
 
@@ -339,9 +370,9 @@ def stock_metadata(
 ) -> bytes:
     """Return the pickle that `FileSystemReader` and `FsspecReader` load as `.metadata`.
 
-    Needs the places of all items in `reports`. `metadata` is not changed: with plan caching it is
-    shared with later saves. Its dtypes are corrected to what was written, because a cached plan
-    may be out of date. Raises `InvalidInputError` for a pickle that no reader would take.
+    All `reports` must have the places of items. `metadata` is not changed, because cached plans
+    share it. Dtypes are those of the manifest, because a cached plan may be out of date. Raises
+    `InvalidInputError` for a pickle that is too long for readers.
     """
     state = dict(metadata.state_dict_metadata)
     for fqn, tensor in manifest.tensors.items():
@@ -356,11 +387,14 @@ def stock_metadata(
         storage_meta=storage_meta,
         version=STOCK_VERSION,
     )
+    if isinstance(changed.planner_data, PlannerData):
+        # Torch's own readers know no class of this package.
+        changed = dataclasses.replace(changed, planner_data=dict(changed.planner_data))
     pickled = pickle.dumps(changed)
     if len(pickled) > MAX_STOCK_BYTES - _FOOTER_ROOM_BYTES:
         raise InvalidInputError(
-            f".metadata for torch's own readers would have {len(pickled)} bytes; readers take "
-            f"{MAX_STOCK_BYTES}, and storages little more in one piece.",
+            f".metadata for torch's own readers would have {len(pickled)} bytes; readers accept "
+            f"{MAX_STOCK_BYTES}, and storages accept little more in one request.",
             phase="commit",
             next_step="Nothing was committed. Save with stock_metadata='auto' or 'never': "
             "ckpt_storage loads it all the same.",
@@ -369,23 +403,23 @@ def stock_metadata(
 
 
 def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInfo]:
-    """Return an entry an item of all ranks; those without elements last.
+    """Return the entry of each item of all ranks, items without elements last.
 
-    Of two at one place the first counts, and an empty chunk may stand where another begins. Equal
-    names and sizes are one object: pickled once, they take a quarter of the time.
+    The first of equal indices counts; an empty chunk may have the offsets of another chunk. Equal
+    names and sizes are the same object, which makes pickling four times as fast.
     """
     known_sizes: dict[tuple[int, ...], torch.Size] = {}
     names: dict[str, str] = {}
     entries: dict[MetadataIndex, _StorageInfo] = {}
     empty: dict[MetadataIndex, _StorageInfo] = {}
     for report in reports:
-        assert report.places is not None  # noqa: S101  # the caller made sure
+        assert report.places is not None  # noqa: S101  # the caller has checked it
         fqns, (name_column, _, box_column) = unpacked(report.pattern)
         fqns = [names.setdefault(fqn, fqn) for fqn in fqns]
         paths = [ref.path for ref in report.files]
         ndims, flat = unpacked(report.boxes)
         numbers = iter(flat.tolist())
-        # The last is for blobs, whose box is -1.
+        # The last entry is that of blobs, whose box is -1.
         places: list[tuple[torch.Size | None, bool]] = []
         for ndim in ndims.tolist():
             at, sizes = (tuple(itertools.islice(numbers, ndim)) for _ in range(2))
@@ -399,14 +433,14 @@ def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInf
             object.__setattr__(index, "offset", offset)
             table = empty if is_empty else entries
             table.setdefault(index, _StorageInfo(paths[file], start, length))
-    return entries | {index: lie for index, lie in empty.items() if index not in entries}
+    return entries | {index: info for index, info in empty.items() if index not in entries}
 
 
 def stock_note(entry_count: int) -> bytes:
-    """Return what takes the place of the pickle: loading it raises `ValueError` with its text."""
+    """Return a note in place of the pickle: unpickling it raises `ValueError` with its text."""
     text = (
         f"this checkpoint has no .metadata for torch's own readers, because it would hold "
         f"{entry_count} entries; load it with ckpt_storage.CheckpointStorageReader"
     )
-    # F is pickle's opcode for a number in decimal: nothing is looked up or run.
+    # F is pickle's opcode of a decimal number: it imports and calls nothing.
     return b"F" + text.encode() + b"\n"

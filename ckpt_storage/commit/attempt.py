@@ -1,7 +1,4 @@
-"""One save attempt: it begins, and is committed by one exclusive create of a slot.
-
-Only the coordinator calls it.
-"""
+"""The begin and the commit of one attempt; only the coordinator calls them."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ from .slotlog import read_stock_tail, stamp, take_slot
 log = logging.getLogger("ckpt_storage")
 
 _MAX_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
-"""Age from which an attempt no longer commits; the hour is for a request on its way."""
+"""The age at which an attempt can no longer commit; an hour less, for a request in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTicket:
-    """The coordinator's permission to write one save attempt; sent to every rank.
+    """The coordinator's permission to write one attempt; sent to every rank.
 
-    `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
-    commit aims at the next slot. With `with_places` ranks report where their items lie. Each of
-    `groups`, patterns of names, has files of its own. Ranks may reuse their files of the save
-    `base_id`, "" for none, of the checkpoint at `base_url`.
+    `last_slot` is the highest slot when the attempt began, at `began_s` by the coordinator's clock;
+    the commit aims at the next slot. With `with_places`, ranks report the places of their items.
+    Values of each of `groups`, patterns of names, are stored in separate files. Ranks may reuse
+    their files of the save `base_id`, "" for none, of the checkpoint at `base_url`.
     """
 
     save_id: str
@@ -56,17 +53,16 @@ class SaveTicket:
 def begin(
     store: Store, *, overwrite: bool, replaces: Collection[str] = (), save_id: str | None = None
 ) -> SaveTicket:
-    """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
+    """Begin an attempt: check for a checkpoint, draw a save id, make folders, write the marker.
 
-    A copy goes on with the attempt of a `save_id` that it chose. Coordinator only. Raises
-    `CheckpointExistsError` for a committed checkpoint, ours or stock torch's, when `overwrite` is
-    False, unless it is a save of ours whose id is in `replaces`, and `FormatError` if slots were
-    lost, whatever `overwrite` says: the commit would be invisible. Warns of a storage whose
-    exclusive create cannot be relied on.
+    A copy passes the `save_id` that it chose. Coordinator only. Raises `CheckpointExistsError` for
+    a committed checkpoint, ours or stock torch's, unless `overwrite` is True or its save id is in
+    `replaces`. Raises `FormatError` if slots were lost, because the commit would be invisible.
+    Warns if exclusive creation or durability cannot be relied on.
     """
     began_s = time.time()
     store.make_folders([])
-    # First of all, as it tells what an answer means that forbids to read.
+    # First, because it determines the meaning of a 403 response to a read.
     problem = find_abilities(store).create_problem
     looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
     if store.capabilities.if_match:
@@ -90,8 +86,8 @@ def begin(
     if problem:
         _warn_once(
             store.find_scope(),
-            "%s is single-writer: %s Two jobs that save to one id at the same time are not told "
-            "apart there.",
+            "%s is single-writer: %s Two jobs that save to one id at the same time get no error "
+            "there.",
             store.url,
             problem,
         )
@@ -118,11 +114,11 @@ def begin(
 
 
 _WARNED: set[Hashable] = set()
-"""What this process has warned of."""
+"""Keys of the warnings that this process has logged."""
 
 
 def _warn_once(key: Hashable, message: str, *arguments: str) -> None:
-    """Log a warning, once in this process for each key."""
+    """Log a warning once in this process for each key."""
     if key not in _WARNED:
         _WARNED.add(key)
         log.warning(message, *arguments)
@@ -139,21 +135,22 @@ def commit(
     part: Mapping[str, Any] = MappingProxyType({}),
     stats: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
-    """Take the next slot with a commit record: the instant at which the checkpoint exists.
+    """Create the next slot with a commit record, by which the checkpoint begins to exist.
 
-    Coordinator only, once all that `manifest` names is durable; `user`, `part` and `stats` go into
-    the record.
+    Coordinator only, once all files that `manifest` names are durable; `user`, `part` and `stats`
+    go into the record.
+
     Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
-    `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
-    good: not committed) or `CommitUnknownError` (nobody can know it).
+    `PhaseTimeoutError` (the attempt is days old: not committed), `StorageError` (the storage
+    refused: not committed) or `CommitUnknownError` (the outcome is unknown).
     """
     if time.time() - ticket.began_s > _MAX_AGE_S:
         raise PhaseTimeoutError(
             f"Save {ticket.save_id} to {store.url} began more than {_MAX_AGE_S / 3600:.0f} hours "
-            "ago; so old an attempt is not committed.",
+            "ago; an attempt of this age is not committed.",
             phase="commit",
             timeout_s=_MAX_AGE_S,
-            next_step="Find out what kept it so long, and save again.",
+            next_step="Find out why it took so long, and save again.",
         )
     slot, previous = ticket.last_slot, ticket.previous
     while True:
@@ -175,10 +172,10 @@ def commit(
         if is_ours:
             return holder
         if holder.is_thinned and holder.previous == previous and not part:
-            # The save that this one replaces anyway dropped some values meanwhile.
+            # Thinning dropped values of the save that this attempt replaces.
             previous = holder.head
             continue
-        # A fence of others cleared away another attempt; the head is still the one we saw.
+        # A fence of another attempt does not change the head.
         if holder.type != "fence" or ticket.save_id in holder.fenced:
             raise _conflict(store, ticket.save_id, holder)
 
@@ -188,11 +185,11 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
     what = f"lost slot {holder.slot} to save {holder.save_id} of {by}"
     next_step = "That save is the checkpoint now. Let one job save to this id."
     if holder.type == "fence":
-        what = f"was given up for dead and fenced by {by}"
-        next_step = "See why it took so long, then save again."
+        what = f"was considered dead and fenced by {by}"
+        next_step = "Find out why it took so long, then save again."
     elif holder.type == "deleted":
         what = f"lost: the checkpoint was deleted by {by}"
-        next_step = "If it is wanted after all, save again."
+        next_step = "To replace the deleted checkpoint, save again."
     fields = ("type", "slot", "save_id", "host", "pid", "created_at")
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",

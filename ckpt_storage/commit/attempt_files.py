@@ -1,4 +1,4 @@
-"""The files of attempts below saves/, and what killed processes left beside them."""
+"""Files of attempts below saves/, and temporary files of killed processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from . import slotlog
 log = logging.getLogger("ckpt_storage")
 
 LEFTOVER_AGE_S = 24 * 3600.0
-"""Age by the storage's clock from which an attempt that never committed may be fenced and freed."""
+"""The age, by the storage's clock, at which an uncommitted attempt may be fenced and freed."""
 
 
 def delete_attempt(store: Store, save_id: str) -> None:
-    """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
+    """Delete the folder of one attempt: shard files, other files, the manifest last.
 
-    The caller has made sure that nobody can need it. Idempotent.
+    The caller makes sure that no process needs it. Idempotent.
     """
     folder, manifest = names.save_folder(save_id), names.manifest_path(save_id)
     abort_uploads(store, folder)
@@ -35,24 +35,24 @@ def delete_attempt(store: Store, save_id: str) -> None:
 
 
 def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
-    """Abort the uploads that dead runs left open below a folder, `only` those that are meant.
+    """Abort the unfinished uploads of dead processes below a folder, or `only` some of them.
 
-    A failure is logged and stops nothing: they take room, but no part in any checkpoint.
+    A failure is only logged: the uploads use space, but belong to no checkpoint.
     """
     try:
         count = store.abort_uploads(folder, only=only)
     except StorageError as error:
-        log.warning("%s: uploads that are open there stay: %s", store.shown(folder), error)
+        log.warning("%s: unfinished uploads stay: %s", store.shown(folder), error)
     else:
         if count:
-            log.info("%s: %d uploads that were left open are gone", store.shown(folder), count)
+            log.info("%s: %d unfinished uploads were aborted", store.shown(folder), count)
 
 
 def sweep_temporary_files(store: Store, *, min_age_s: float = LEFTOVER_AGE_S) -> None:
-    """Remove old temporary files beside `.metadata` and in commits/, which killed processes left.
+    """Remove old temporary files of killed processes beside `.metadata` and in commits/.
 
-    On disks old probes go, too. The temporary files of attempts go with these. A file of unknown
-    age stays.
+    On disks, old probes are removed, too. A file of unknown age stays. Temporary files of attempts
+    are deleted with the attempts.
     """
     places = (names.STOCK_METADATA, names.COMMITS)
     files = [file for place in places for file in store.temporary_files(place)]
@@ -70,9 +70,9 @@ def sweep_temporary_files(store: Store, *, min_age_s: float = LEFTOVER_AGE_S) ->
 
 
 def attempts_there(store: Store) -> dict[str, float | None]:
-    """Return, for each attempt, when its youngest file was written, by the storage's clock.
+    """Return the time of the youngest file of each attempt, by the storage's clock.
 
-    None where the storage does not tell. What others keep in a folder of that name is left out.
+    None if the storage has no times. Files of other tools below saves/ are ignored.
     """
     times_s: dict[str, list[float | None]] = {}
     for entry in store.list(names.SAVES):
@@ -86,7 +86,7 @@ def attempts_there(store: Store) -> dict[str, float | None]:
 
 
 def marker_of(store: Store, save_id: str) -> dict[str, object]:
-    """Return what the marker of an attempt says, {} without one."""
+    """Return the body of the marker of an attempt, {} without a marker."""
     path = names.begun_path(save_id)
     decode = partial(unseal, path=path)
     return slotlog.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}

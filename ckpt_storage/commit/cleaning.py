@@ -1,7 +1,4 @@
-"""Freeing what nobody needs: superseded commits, and attempts that died (I7).
-
-Only one rank calls it.
-"""
+"""Freeing of superseded commits and of leftovers of dead attempts (I7). Only one rank calls it."""
 
 from __future__ import annotations
 
@@ -31,10 +28,10 @@ log = logging.getLogger("ckpt_storage")
 
 
 def fence(store: Store, save_ids: Sequence[str]) -> slotlog.CommitLog:
-    """Take the next slot with a fence record: after it, none of `save_ids` can commit.
+    """Create a fence in the next slot, after which none of `save_ids` can commit.
 
-    Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
-    its history, and the caller must not delete it.
+    Returns the log that ends with the fence. Its history may have a commit of one of `save_ids`,
+    which the caller must not delete.
     """
     while True:
         commit_log = log_to_extend(store)
@@ -52,33 +49,32 @@ def free_leftovers(
     keep_previous: int = 1,
     known: SlotRecord | None = None,
 ) -> list[str]:
-    """Free superseded commits and attempts that died; return their save ids.
+    """Free superseded commits and leftovers of dead attempts; return their save ids.
 
-    Superseded commits go but for the newest `keep_previous`, and but for none where the head is
-    what thinning left. An attempt that never committed is
-    fenced first, and goes at an age: that of its youngest file, by the storage's clock, so a
-    storage that tells no times keeps it. Idempotent, safe when cut at any point, safe against
-    readers of the head and all others (invariant I7). `known` is any record of the log, and saves
-    reads. Costs a listing and the search for the head where nothing is to be freed; all slots are
-    read for attempts of that age.
+    Superseded commits are freed except the newest `keep_previous`, and all of them if the head
+    thinned the save before it. An attempt that never committed is fenced and freed if its youngest
+    file is older than `min_age_s` by the storage's clock; a storage without times keeps it.
+    Idempotent; safe if killed, and safe for readers and savers (invariant I7). `known` is any
+    record of the log and saves reads. Costs a listing and the search for the head if there is
+    nothing to free; old attempts cost the reads of the slots since they began.
     """
     times_s = attempts_there(store)
     commit_log = slotlog.read_log(store, known=known)
     if commit_log.head is not None and commit_log.head.is_thinned:
-        # The values that stay are in the head; the others were dropped to be freed.
+        # Thinning drops values in order to free them.
         keep_previous = 0
     references = (commit_log.head.head, commit_log.head.previous) if commit_log.head else ()
-    left = times_s.keys() - {ref.save_id for ref in references[: keep_previous + 1] if ref}
+    unknown = times_s.keys() - {ref.save_id for ref in references[: keep_previous + 1] if ref}
     commits: dict[str, SlotRecord] = {}
-    for record in slotlog.history(store, commit_log.head) if left else ():
+    for record in slotlog.history(store, commit_log.head) if unknown else ():
         save_id = record.save_id or ""
         commits[save_id] = record
-        left.discard(save_id)
-        if not left or save_id not in times_s:
-            break  # older ones went before
-    dated = [(save_id, time_s) for save_id in left if (time_s := times_s[save_id]) is not None]
+        unknown.discard(save_id)
+        if not unknown or save_id not in times_s:
+            break  # older commits were freed before
+    dated = [(save_id, time_s) for save_id in unknown if (time_s := times_s[save_id]) is not None]
     old: list[str] = []
-    with suppress(UnsupportedByStoreError):  # what a listing tells is no clock by itself
+    with suppress(UnsupportedByStoreError):  # the storage has no clock
         now_s = store.server_time(names.probe_path()) if dated else 0.0
         old = [save_id for save_id, time_s in dated if now_s - time_s >= min_age_s]
     if old:
@@ -91,15 +87,15 @@ def free_leftovers(
     freed = _free_commits(store, commit_log.head, superseded)
     dead = sorted(save_id for save_id in old if save_id not in commits)
     if dead:
-        # `.metadata` may still show what was deleted before the head was saved anew.
+        # `.metadata` may name a save from before a deletion.
         publish_head(store)
-    freed += _fence_and_free(store, dead)
+    freed += fence_and_free(store, dead)
     sweep_temporary_files(store, min_age_s=min_age_s)
     return freed
 
 
 def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
-    """Delete commits that `head` superseded, in this order, but not that of `.metadata`."""
+    """Delete commits that `head` superseded, in this order, except the one in `.metadata`."""
     if head is None or not save_ids:
         return []
     named = read_footer(store)
@@ -113,19 +109,19 @@ def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]
 
 
 def free_dead(store: Store, *, besides: str) -> list[str]:
-    """Free attempts, however young, whose coordinator ran on this host and has ended; return ids.
+    """Free attempts of any age whose coordinator ran on this host and has ended; return their ids.
 
-    For a save to a full storage; `besides` is its own id. They are fenced first: an attempt
-    that lives after all fails with `CommitConflictError`.
+    For a save to a full storage; `besides` is its own id. The attempts are fenced first: one that
+    is still running fails with `CommitConflictError`.
     """
     others = attempts_there(store).keys() - {besides}
     dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]
     committed = _commits(store, slotlog.read_log(store), dead) if dead else {}
-    return _fence_and_free(store, sorted({*dead} - {*committed}))
+    return fence_and_free(store, sorted({*dead} - {*committed}))
 
 
-def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
-    """Fence attempts, and delete those that have not committed before that."""
+def fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
+    """Fence attempts, and delete those that had not committed before the fence."""
     commits = _commits(store, fence(store, dead), dead) if dead else {}
     freed = [save_id for save_id in dead if save_id not in commits]
     for save_id in freed:
@@ -137,9 +133,9 @@ def _fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
 def _commits(
     store: Store, commit_log: slotlog.CommitLog, attempts: Iterable[str]
 ) -> dict[str, SlotRecord]:
-    """Return commits by save id, newest first, down to the slots in which `attempts` may be.
+    """Return commits by save id, newest first, down to the lowest slot that `attempts` may have.
 
-    An attempt commits above the highest slot of its beginning, which its marker tells.
+    An attempt commits above `last_slot` of its marker.
     """
     lowest = commit_log.last_slot
     for save_id in attempts:

@@ -1,10 +1,10 @@
-"""Deleting a checkpoint, and at last the slots that tell that it was deleted (I7).
+"""Deletion of a checkpoint, and later of its slots (I7). Only one rank calls it.
 
-Only one rank calls it. The slots of a deleted checkpoint are its tombstone, which tells a paused
-saver that its checkpoint was deleted. They may go after `TOMBSTONE_AGE_S`, because no attempt
-commits that is older than half of that. They go in turn, the lowest first, each only if it is
-still the record that was read: so nobody removes what a saver began anew at slot 1. A reader that
-finds no slot 1 lists the folder.
+The slots of a deleted checkpoint are its tombstone, from which a paused saver learns of the
+deletion. They may be removed after `TOMBSTONE_AGE_S`, because no attempt commits that is older than
+half of that. They are removed in ascending order, each on the condition that it is unchanged, so
+that a new checkpoint that begins at slot 1 is never damaged. A reader that finds no slot 1 lists
+the folder.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from .attempt_files import attempts_there, delete_attempt, sweep_temporary_files
 from .publishing import publish_head, read_footer
 
 TOMBSTONE_AGE_S = 7 * 24 * 3600.0
-"""Age by the storage's clock from which the slots of a deleted checkpoint may be removed."""
+"""The age, by the storage's clock, at which slots of a deleted checkpoint may be removed."""
 
 log = logging.getLogger("ckpt_storage")
 
 
 def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
-    """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
+    """Delete a checkpoint: create a deleted record, then delete `.metadata` and all attempts.
 
-    The slots stay as a tombstone: a paused saver that finds them fails with
-    `CommitConflictError`. The record names the attempts that were there before it: only those
-    are deleted, because their savers aim at the record's slot or an earlier one, while a saver
-    that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
-    or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
-    was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
-    saved under the name of a deleted checkpoint. Exports below it: see `export.removal`. Raises
+    The slots stay as a tombstone; a paused saver fails with `CommitConflictError`. The record names
+    the attempts that exist before it, and only those are deleted: their savers aim at the slot of
+    the record or an earlier one, and later savers at later slots. Idempotent; a killed deletion
+    leaves the old checkpoint or none. With `expected_save_id`, a checkpoint with another head is
+    not deleted, but a deletion that has begun is finished. Returns whether the checkpoint is
+    deleted. A `.metadata` of another tool stays. `export.removal` deletes exports. Raises
     `InvalidInputError` for an empty id.
     """
     if expected_save_id == "":
         raise InvalidInputError(
             "The save id to delete is empty.",
             path=store.url,
-            next_step="Give the id of the save that is meant, or None for whatever is there.",
+            next_step="Pass the id of a save, or None to delete any save.",
         )
     while True:
         doomed = set(attempts_there(store))
@@ -62,7 +61,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         for known in slotlog.history(store, commit_log.head):
             if known.save_id is None or known.save_id in doomed:
                 break
-            doomed.add(known.save_id)  # it began and committed since the listing
+            doomed.add(known.save_id)  # it has begun and committed since the listing
         slot, fenced = commit_log.last_slot + 1, tuple(sorted(doomed))
         record, is_ours = slotlog.take_slot(store, "deleted", slot, None, fenced=fenced)
         if is_ours:
@@ -73,10 +72,11 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 
 
 def log_to_extend(store: Store) -> slotlog.CommitLog:
-    """Return the slots, such that the next slot may be taken within `TOMBSTONE_AGE_S` / 2.
+    """Return the log, whose next slot may be created within `TOMBSTONE_AGE_S` / 2.
 
-    Of a deleted checkpoint the last record must be young for that. A record whose age has come is
-    removed; before, a fence is put behind it. Raises `StorageError`, `PhaseTimeoutError`.
+    The last record of a deleted checkpoint must be younger than that: behind an older one a fence
+    is created, and slots that are older than `TOMBSTONE_AGE_S` are removed. Raises `StorageError`,
+    `PhaseTimeoutError`.
     """
     while True:
         store.deadline.check(f"Reading the slots of {store.url}")
@@ -86,7 +86,7 @@ def log_to_extend(store: Store) -> slotlog.CommitLog:
         age_s = None if commit_log.head else _age_s(store, commit_log)
         again = slotlog.read_slot(store, commit_log.last_slot)
         if again is None or again.write_id != commit_log.last.write_id:
-            continue  # the slots were removed while they were looked at
+            continue  # the slots were removed while their age was read
         if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
             return commit_log
         if age_s < TOMBSTONE_AGE_S:
@@ -94,15 +94,15 @@ def log_to_extend(store: Store) -> slotlog.CommitLog:
             bounded = store.bounded(Deadline(store.deadline.phase, left_s))
             slotlog.take_slot(bounded, "fence", commit_log.last_slot + 1, None)
         elif _removed(store, commit_log) is None:
-            return commit_log  # nobody removes anything here
+            return commit_log  # slots are never removed on this storage
 
 
 def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> bool:
-    """Remove the slots of a deleted checkpoint, if the last is that old; return whether they went.
+    """Remove the slots of a deleted checkpoint of at least `min_age_s`; return whether it did.
 
-    Also ends a deletion that was cut. False: there is a checkpoint, or nothing, the record is too
-    young, somebody else changed it meanwhile, or the storage deletes without conditions only. A
-    `min_age_s` below the default is safe only where nobody saves. Raises `StorageError`.
+    It also finishes a deletion that was killed. False: there is a checkpoint, or no slot; the last
+    record is too young, or another process changed it; or the storage has no conditional deletion.
+    A `min_age_s` below the default is safe only if no process saves. Raises `StorageError`.
     """
     commit_log = slotlog.read_log(store)
     if commit_log.head is not None or commit_log.last is None:
@@ -112,20 +112,20 @@ def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> boo
 
 
 def tombstone_of(store: Store, commit_log: slotlog.CommitLog) -> SlotRecord | None:
-    """Return the deleted record that is in force, None if there is none."""
+    """Return the deleted record of a deleted checkpoint, None for others."""
     record = None if commit_log.head else commit_log.last
     while record is not None and record.type == "fence":
-        # Somebody cleared away attempts after the deletion.
+        # Attempts were fenced after the deletion.
         record = slotlog.read_slot(store, record.slot - 1)
     return record if record is not None and record.type == "deleted" else None
 
 
 def _end_deletion(store: Store, record: SlotRecord) -> None:
-    """Delete what a deleted record dooms: `.metadata` of an earlier save, and all attempts."""
+    """Delete the `.metadata` of an earlier save, and the attempts that a deleted record names."""
     named = read_footer(store)
     if named is not None and named.slot < record.slot:
         store.delete([names.STOCK_METADATA])
-        # A saver that began after the record may have published between look and deletion.
+        # A later saver may have published between the read and the deletion.
         publish_head(store)
     for save_id in record.fenced:
         delete_attempt(store, save_id)
@@ -138,7 +138,7 @@ def _end_deletion(store: Store, record: SlotRecord) -> None:
 
 
 def _removed(store: Store, commit_log: slotlog.CommitLog) -> bool | None:
-    """Remove the slots; return whether they went, None where the storage has no such condition."""
+    """Remove the slots; return whether it did, None without conditional deletion."""
     record = tombstone_of(store, commit_log)
     if record is not None:
         _end_deletion(store, record)
@@ -165,13 +165,13 @@ def _removed(store: Store, commit_log: slotlog.CommitLog) -> bool | None:
 
 
 def _age_s(store: Store, commit_log: slotlog.CommitLog) -> float | None:
-    """Return the age of the last record by the storage's clock, None where it tells no times."""
+    """Return the age of the last record by the storage's clock, None if that has no times."""
 
     def age_s() -> float | None:
         modified_s = store.stat(names.slot_path(commit_log.last_slot)).modified_s
         return None if modified_s is None else store.server_time(names.probe_path()) - modified_s
 
     try:
-        return slotlog.or_none_if_absent(age_s)  # it may have been removed since
+        return slotlog.or_none_if_absent(age_s)  # another process may have removed it
     except UnsupportedByStoreError:
         return None

@@ -1,7 +1,4 @@
-"""What `list_checkpoints` and `save` return of a committed checkpoint.
-
-Values only.
-"""
+"""`CheckpointInfo`, which `save` and `list_checkpoints` return, and the user record."""
 
 from __future__ import annotations
 
@@ -19,23 +16,38 @@ from ckpt_storage.observe.stats import OperationStats
 
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
-_USER_MOST_BYTES = 16 << 10
-"""Every list of checkpoints reads it, so it must stay small."""
+_MAX_USER_BYTES = 16 << 10
+"""The limit for a user record, which every list of checkpoints reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageUsage:
+    """The bytes of the shard files of one checkpoint.
+
+    `group_bytes` are the bytes by group of values; "" stands for values of no group.
+    `apparent_bytes` is their sum, what a copy takes. `own_bytes` are those of files that share no
+    storage with another checkpoint by hard links: what a deletion frees. On storages without hard
+    links both are the same.
+    """
+
+    group_bytes: Mapping[str, int] = field(hash=False)
+    apparent_bytes: int
+    own_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A committed checkpoint, as far as its commit record tells.
+    """A committed checkpoint as its commit record describes it.
 
-    `name` is the last part of `url`. `save_id`, `slot` and `created_at` (RFC 3339, the saver's
-    clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
-    the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
-    `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
-    `part` is empty for a whole checkpoint; else it holds some values of the save `of`, chosen by
-    the patterns `include` and `exclude`.
-    `stats` are those of the save until its commit began, None where the record has none.
-    `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
-    format "unreadable" could not be read.
+    `name` is the last component of `url`. `save_id`, `slot` and `created_at` (RFC 3339, the saver's
+    clock) are None for a checkpoint of stock torch (`format` "dcp"). `export` is the URL of the
+    weight files that the same save made. `step` and `metrics` are those that a `CheckpointManager`
+    recorded with the save; a metric may be NaN or infinite. `part` is empty for a whole checkpoint;
+    a partial checkpoint holds values of the save `of`, chosen by the patterns `include` and
+    `exclude`. `usage` has the bytes of its files, None unless the caller asked for them. `stats`
+    are measurements of the save until its commit began, None if the record has none.
+    `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder with
+    the format "unreadable" could not be read.
     """
 
     url: str
@@ -49,14 +61,15 @@ class CheckpointInfo:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     part: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    usage: StorageUsage | None = None
     stats: OperationStats | None = None
     problem: str | None = None
 
     @classmethod
     def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:
-        """Return what a commit record says of the checkpoint at `url`."""
+        """Return the info of the checkpoint at `url` with this commit record."""
         step = record.user.get("step")
-        # That of the whole save, where thinning left this.
+        # After thinning, the time of the whole save.
         created_at = record.part.get("created_at") if record.is_thinned else None
         created_at = created_at if isinstance(created_at, str) else record.created_at
         return cls(
@@ -75,30 +88,30 @@ class CheckpointInfo:
 
 
 def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a commit record keeps of a step and its metrics: numbers of any library."""
+    """Return the user record of a step and its metrics, which may be numbers of any library."""
     recorded: dict[str, float | str] = {}
     for name, value in metrics.items():
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            what = f"The metric {name!r} is {value!r:.80}, which is no number."
-            raise InvalidInputError(what, next_step="Give a number, or leave it out.") from error
+            what = f"The metric {name!r} is {value!r:.80}, which is not a number."
+            raise InvalidInputError(what, next_step="Pass a number, or omit the metric.") from error
         # JSON has no NaN and no infinity.
         recorded[str(name)] = number if math.isfinite(number) else str(number)
     user: dict[str, Any] = {"step": operator.index(step)}
     if recorded:
         user["metrics"] = recorded
     size_bytes = len(json.dumps(user).encode())
-    if size_bytes > _USER_MOST_BYTES:
+    if size_bytes > _MAX_USER_BYTES:
         raise InvalidInputError(
-            f"Step {step} has {size_bytes} bytes of metrics; {_USER_MOST_BYTES} are kept at most.",
-            next_step="Record only those that retention goes by; log the rest elsewhere.",
+            f"Step {step} has {size_bytes} bytes of metrics; at most {_MAX_USER_BYTES} are kept.",
+            next_step="Record only metrics that retention uses; log the others elsewhere.",
         )
     return user
 
 
 def _metrics_of(user: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that can be understood; what others put there is theirs."""
+    """Return the numeric metrics of a user record, and ignore values of other savers."""
     recorded = user.get("metrics")
     numbers: dict[str, float] = {}
     for name, value in recorded.items() if isinstance(recorded, dict) else ():

@@ -1,4 +1,4 @@
-"""Which process began an attempt, and whether it has ended."""
+"""The identity of the process that began an attempt, and whether that process has ended."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 _START_FIELD = 19
-"""Of what follows the name in /proc/<pid>/stat: the start of the process, in ticks since boot."""
+"""Position after the name in /proc/<pid>/stat of the start time, in ticks since boot."""
 
 
 def process_identity(pid: int | None = None) -> str:
-    """Return what no other process bears, "" where the system does not tell it or `pid` has ended.
+    """Return a unique identity of a process (default: this one), "" if it is unknown or has ended.
 
-    That is the boot of the machine, the namespace of process ids, which containers of one host name
-    do not share, the process id, and the start of the process. Without a `pid`, of this process.
+    It has the boot id of the machine, the namespace of process ids (containers with one host name
+    have different namespaces), the process id, and the start time of the process.
     """
     pid = os.getpid() if pid is None else pid
     try:
@@ -26,9 +26,9 @@ def process_identity(pid: int | None = None) -> str:
 
 
 def has_ended(identity: object) -> bool:
-    """Return whether a process is known to have ended, or is this one.
+    """Return whether a process is known to have ended, or is this process.
 
-    False for one of another machine or container: only its own can tell.
+    False for a process of another machine or container, whose state is unknown here.
     """
     own = process_identity()
     if not own or not isinstance(identity, str) or identity.count("/") != own.count("/"):

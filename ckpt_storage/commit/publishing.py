@@ -1,7 +1,7 @@
-"""`.metadata` for stock readers: whose it is, and how it follows the head (invariant I13).
+"""`.metadata` for stock readers: who wrote it, and how it follows the head (invariant I13).
 
-Its footer names the slot. A storage that replaces under a condition keeps the order by itself.
-Elsewhere a publisher that was paused may bring back an older one; it then looks again and mends it.
+Its footer names the slot. Conditional replacement keeps the order. On other storages, a publisher
+that was paused may write an older `.metadata`; it reads the head again afterwards, and repairs it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _MAX_UNCERTAIN_WRITES = 3
 
 
 def read_footer(store: Store) -> HeadRef | None:
-    """Return what the footer of `.metadata` names, None without a footer, by one small request."""
+    """Return the commit in the footer of `.metadata`, None without a footer; one small request."""
     return footer_of(slotlog.read_stock_tail(store))
 
 
 def footer_of(content: Content | None) -> HeadRef | None:
-    """Return what the footer at the end of `.metadata` names, if it is there and has a footer."""
+    """Return the commit in the footer at the end of `.metadata`, None without a footer."""
     return None if content is None else split_footer(content.data)[1]
 
 
 def is_foreign(store: Store, commit_log: CommitLog) -> bool:
-    """Return whether another tool committed what lies at the root of `store`.
+    """Return whether the checkpoint at the root of `store` was saved by another tool.
 
-    The slots of a deleted checkpoint stay, and another tool may save under its name later: there is
-    a `.metadata` without our footer then. Raises `StorageError`.
+    Another tool may save over the slots of a deleted checkpoint; its `.metadata` has no footer.
+    Raises `StorageError`.
     """
     tail = slotlog.read_stock_tail(store) if commit_log.head is None else None
     return tail is not None and (commit_log.last is None or footer_of(tail) is None)
@@ -62,51 +62,49 @@ def is_foreign(store: Store, commit_log: CommitLog) -> bool:
 def check_slots(store: Store, commit_log: CommitLog, tail: Content | None) -> None:
     """Raise `FormatError` if slots above those of `commit_log` were lost.
 
-    The footer of `.metadata` names a higher slot, or a listing of a disk does. What was committed
-    since `commit_log` was read is not lost. Before it raises, all is read again.
+    Then the footer of `.metadata`, or a listing of a disk, names a higher slot. Both are read again
+    before the error, because a commit may have come since `commit_log` was read.
     """
     if not _slot_above(store, commit_log.last_slot, tail):
         return
     store.drop_caches(STOCK_METADATA)
     tail = slotlog.read_stock_tail(store)
+    named = _slot_above(store, commit_log.last_slot, tail)
+    # Read last, so that it has what was committed while the others were read.
     last_slot = slotlog.read_log(store, known=commit_log.last).last_slot
-    named = _slot_above(store, last_slot, tail)
-    if not named:
+    if named <= last_slot:
         return
     raise FormatError(
-        f"{store.url} lost files of commits/: it held slot {named}, and the highest slot that "
-        f"is there is {last_slot or 'none'}. What was saved last is not known.",
+        f"{store.url} lost files of commits/: it had slot {named}, and the search found "
+        f"{f'only slots up to {last_slot}' if last_slot else 'no slot'}. The last save is unknown.",
         path=slot_path(named),
-        next_step="Restore commits/ from a copy, and do not save here before. Torch's own readers "
-        "load what .metadata names, without checksums. To give up the lost saves, delete the slots "
-        "above the highest that is there, and .metadata.",
+        next_step="Restore commits/ from a copy before you save here. Torch's own readers load the "
+        "save that .metadata names, without checksums. To give up the lost saves, delete .metadata "
+        "and the slots above the gap.",
     )
 
 
 def _slot_above(store: Store, last_slot: int, tail: Content | None) -> int:
-    """Return the highest slot above the last that something names, 0 if nothing does.
-
-    That is the footer of `.metadata` and, on a disk, a listing of commits/.
-    """
+    """Return a slot above `last_slot` in the footer of `.metadata` or a listing of a disk, or 0."""
     named = footer_of(tail)
     if named is not None and named.slot > last_slot:
         return named.slot
     slots = [] if store.capabilities.is_remote else slotlog.listed_slots(store)
-    # A network file system may list what was removed a moment ago.
+    # A network file system may list a file that was just removed.
     is_gap = bool(slots) and slots[-1] > last_slot and slotlog.is_there(store, slot_path(slots[-1]))
     return slots[-1] if is_gap else 0
 
 
 def check_newest(store: Store, commit_log: CommitLog, tail: Content | None = None) -> None:
-    """Raise `FormatError` if something names a newer save than the head of `commit_log`.
+    """Raise `FormatError` if there is a newer save than the head of `commit_log`.
 
-    That is another tool's save over a head that was published, or a lost slot. A `.metadata` that
-    cannot be read raises nothing. `tail` is its end, if that was read; else it takes one request.
+    It is in a lost slot, or another tool saved it over a published head. A `.metadata` that cannot
+    be read is ignored. `tail` is the end of `.metadata`; None: one request reads it.
     """
     try:
         tail = tail or slotlog.read_stock_tail(store)
     except StorageError as error:
-        log.warning("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
+        log.warning("%s: .metadata cannot be read, and is ignored: %s", store.url, error)
         tail = None
     check_slots(store, commit_log, tail)
     head = commit_log.head
@@ -115,12 +113,12 @@ def check_newest(store: Store, commit_log: CommitLog, tail: Content | None = Non
     stock_s, slot_s = (
         store.stat(path).modified_s for path in (STOCK_METADATA, slot_path(head.slot))
     )
-    # A file of the same second counts as newer, too.
+    # A file of the same second counts as newer.
     if stock_s is not None and slot_s is not None and stock_s >= slot_s:
         raise FormatError(
             f"{store.url} holds two checkpoints: save {head.save_id} of {head.created_at} in "
-            f"{slot_path(head.slot)}, and a newer save that another tool, such as torch's own "
-            "writer, saved over it (.metadata).",
+            f"{slot_path(head.slot)}, and a newer save of another tool, such as torch's own "
+            "writer (.metadata).",
             path=STOCK_METADATA,
             phase="load",
             next_step="To keep the newer save, load it with torch's own reader. To keep the "
@@ -135,14 +133,14 @@ def publish(
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
 ) -> None:
-    """Bring `.metadata`, by which torch's own readers load, up to the newest commit at `url`.
+    """Bring `.metadata`, which torch's own readers read, up to the newest commit at `url`.
 
-    For a save that raised `NotPublishedError`, once the cause is gone. Does nothing where
+    Call it after a save that raised `NotPublishedError`, once the cause is gone. Does nothing if
     `.metadata` is up to date. Any rank; not collective.
 
-    Raises `StorageError` if it still cannot be replaced, `CheckpointNotFoundError` if there is no
-    checkpoint of ours, `FormatError` if another tool saved there later, `IntegrityError` if
-    the copy that is to be published is damaged, `PhaseTimeoutError`, `InvalidInputError`.
+    Raises `StorageError` if it still cannot be replaced, `CheckpointNotFoundError` without a
+    checkpoint of this package, `FormatError` if another tool saved there later, `IntegrityError` if
+    `stock.metadata` is damaged, `PhaseTimeoutError`, `InvalidInputError`.
     """
     location = Location.of(url, storage_options)
     timeouts = Timeouts.of(timeout)
@@ -154,7 +152,7 @@ def publish(
                 f"{location.url} holds no checkpoint of this package.",
                 path=location.url,
                 phase="commit",
-                next_step="Check the path; list_checkpoints(root) shows what is there.",
+                next_step="Check the path; list_checkpoints(root) lists the checkpoints of a run.",
             )
         publish_head(store)
 
@@ -164,13 +162,13 @@ def publish_head(
 ) -> bool:
     """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
 
-    Idempotent; any rank or opener with the right to write may call it. A saver passes the record of
-    its own commit, and the bytes of its `stock.metadata` if it still has them. Raises
-    `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError`
-    as `check_newest`; the commit stands all the same.
+    Idempotent; any process with the right to write may call it. A saver passes the record of its
+    own commit, and the bytes of its `stock.metadata` if it still has them. Raises `StorageError`,
+    `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError` as
+    `check_newest`. An error does not undo the commit.
     """
     is_conditional = own is not None and replaces_by_version(store)
-    # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
+    # A compare-and-swap keeps the order of footers, even if the head has moved since.
     commit_log = CommitLog.ending_with(own) if own and is_conditional else None
     may_have_written, uncertain_count = False, 0
     for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -188,7 +186,7 @@ def publish_head(
         try:
             is_put = _replaced(store, head, current, own_stock if own == head else None)
         except StorageError as error:
-            # An answer may have been lost.
+            # The response may have been lost.
             may_have_written = True
             uncertain_count += 1
             if not error.retryable or uncertain_count > _MAX_UNCERTAIN_WRITES:
@@ -229,7 +227,7 @@ def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_writt
     """Return what `.metadata`, of which `current` is the end, needs to follow the head."""
     head, named = commit_log.head, footer_of(current)
     if head is None:
-        # What was put over a checkpoint that was deleted meanwhile is taken back.
+        # The checkpoint was deleted meanwhile: undo the own replacement.
         is_older = named is not None and named.slot <= commit_log.last_slot
         return "delete" if may_have_written and is_older else "nothing"
     if named == HeadRef(slot=head.slot, save_id=head.save_id or ""):
@@ -243,7 +241,7 @@ def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_writt
 
 
 def _delete_seen(store: Store, seen: Content | None) -> None:
-    """Delete `.metadata` if it is what was seen, as far as the storage can tell."""
+    """Delete `.metadata`, under the condition that it is unchanged where the storage has one."""
     try:
         if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
             store.delete([STOCK_METADATA])
@@ -259,7 +257,7 @@ def _delete_seen(store: Store, seen: Content | None) -> None:
 def _replaced(
     store: Store, head: SlotRecord | None, seen: Content | None, stock: bytes | None
 ) -> bool:
-    """Put `.metadata` in place of what was read; return False if something else is there now."""
+    """Replace the `.metadata` that was read; return False if it has changed since."""
     assert head is not None  # noqa: S101  # the caller made sure
     assert head.stock is not None  # noqa: S101  # the same
     try:
@@ -267,7 +265,7 @@ def _replaced(
     except IntegrityError:
         if _is_head(store, head):
             raise
-        return False  # it was freed meanwhile
+        return False  # it was superseded and freed meanwhile
     data = with_footer(split_footer(stock)[0], slot=head.slot, save_id=head.save_id or "")
     try:
         compare_and_swap(store, STOCK_METADATA, data, seen)
@@ -286,9 +284,9 @@ def _is_head(store: Store, record: SlotRecord | None) -> bool:
 def roll_forward(store: Store, save_id: str) -> bool:
     """Publish `.metadata` if it does not name `save_id`, the head; return whether it does now.
 
-    One small request when there is nothing to do. Raises `StorageError`, of kind "permission"
-    for a reader that may not write, and `FormatError` as `check_newest`. A copy that is damaged is
-    not published; that is no reason to refuse the checkpoint itself.
+    One small request if it is up to date. Raises `StorageError`, of kind "permission" for a reader
+    that may not write, and `FormatError` as `check_newest`. A damaged `stock.metadata` is not
+    published, but the checkpoint can be loaded.
     """
     named = read_footer(store)
     if named is not None and named.save_id == save_id:
@@ -303,7 +301,10 @@ def roll_forward(store: Store, save_id: str) -> bool:
 def publish_commit(
     store: Store, record: SlotRecord, publish: Callable[[], object], *, is_needed: bool
 ) -> bool:
-    """Publish a commit; return whether that worked, or raise `NotPublishedError` if needed."""
+    """Call `publish` for a commit; return whether it succeeded. Raises `NotPublishedError`.
+
+    Unless `is_needed`, a failure is only logged.
+    """
     try:
         publish()
     except Exception as error:
@@ -314,7 +315,7 @@ def publish_commit(
             path=STOCK_METADATA,
             phase="commit",
             next_step="Do not save it again. Once the cause is gone, call "
-            f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
+            f"ckpt_storage.publish({store.url!r}); the next save publishes it, too.",
         )
         if is_needed:
             raise failure from error

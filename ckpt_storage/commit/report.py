@@ -1,9 +1,9 @@
-"""What ranks report to the coordinator of their parts of a save, and all reports as one table.
+"""Reports of ranks to the coordinator about their files, and all reports as one table.
 
-A report is small, columnar bytes; it travels between processes of one version and is never stored.
-Of N ranks that save one model most have the same names and the same pattern of items; those come
-as equal bytes, which the coordinator decodes once. The table has one row an item of every rank, in
-arrays; Python runs once for each report and once for each *different* pattern of items.
+A report is small and columnar; it is sent between processes of one version and never stored. Most
+ranks of a model have the same names and the same pattern of items, as equal bytes, which the
+coordinator decodes once. The table has one row for each item of every rank, in arrays; Python runs
+once for each report and once for each *different* pattern of items.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = list(DTYPES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the global plan promises: tensors by FQN with their shapes, and blobs."""
+    """The values of the global plan: shapes of tensors by FQN, and blobs."""
 
     tensors: Mapping[str, tuple[int, ...]]
     blobs: frozenset[str]
@@ -41,15 +41,20 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """The report of one rank: its document, its files, and what is in them.
+    """The report of one rank: its rank manifest, its files, and their items.
 
-    `groups` has the group of each file, "" for none, or is () if there are none.
-    `unpacked` gives of `pattern`: FQNs, and rows of all items: FQN, dtype (-1: blob), box (-1:
-    blob). It is alike on ranks that hold the same tensors. Of `boxes`: the number of dimensions of
-    each, and offsets, then sizes, of each in turn. Of `places`, which are there if the coordinator
-    asked for them: rows of all items: file number, start, bytes. `ties` maps alias to target: what
-    is the same memory in the state of this rank; `tied` has the chunks with elements of such
-    tensors: FQN, box, checksum. `reused_bytes` are of files that an earlier save wrote.
+    `groups` has the group of each file, "" for none, or is () without groups. `pattern`, `boxes`
+    and `places` are packed; `unpacked` returns
+
+    - of `pattern`: the FQNs, and the columns FQN, dtype (-1: blob) and box (-1: blob) of all items.
+      It is equal on ranks with the same tensors.
+    - of `boxes`: the number of dimensions of each box, and the offsets and sizes of all boxes.
+    - of `places`: the columns file number, start and bytes of all items; None unless the
+      coordinator asked for them.
+
+    `ties` maps aliases to targets, with which they share memory on this rank; `tied` has FQN, box
+    and checksum of the chunks of such tensors that have elements. `reused_bytes` is the size of
+    files that an earlier save wrote.
     """
 
     save_id: str
@@ -77,13 +82,13 @@ class RankReport:
         ties: Mapping[str, str] = MappingProxyType({}),
         groups: Sequence[str] = (),
     ) -> RankReport:
-        """Return the report on `manifest`, which is stored as `ref` says."""
+        """Return the report about `manifest`, which is stored in `ref`."""
         files, boxes = manifest.files, manifest.boxes
 
         def column(key: str) -> list[int]:
             return [number for file in files for number in getattr(file, key)]
 
-        # A blob's is the last.
+        # The last code is that of blobs, whose dtype is -1.
         codes = [*map(_DTYPES.index, manifest.dtypes), -1]
         rows = [column("fqn"), [codes[number] for number in column("dtype")], column("box")]
         file_numbers = [number for number, file in enumerate(files) for _ in file.fqn]
@@ -113,7 +118,7 @@ def _packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401  # what was packed
-    """Return what a field of a report says."""
+    """Return the value of a packed field of a report."""
     return pickle.loads(zlib.decompress(data))  # noqa: S301  # our own ranks
 
 
@@ -130,10 +135,10 @@ def _tied(manifest: RankManifest, wanted: set[str]) -> list[tuple[str, Box, int]
 
 
 class ReportTable:
-    """All items of all ranks, by the tensors of a plan; `blobs` has the first owner of each.
+    """The items of all ranks, by tensor of the plan; `blobs` has the lowest owner of each.
 
-    `reports` are in order of rank. Raises `IntegrityError` if a rank wrote what was not planned,
-    or a tensor in two dtypes.
+    `reports` are in order of rank. Raises `IntegrityError` if a rank wrote an unplanned value, or a
+    tensor was written with two dtypes.
     """
 
     def __init__(self, reports: Sequence[RankReport], planned: Planned) -> None:
@@ -161,7 +166,7 @@ class ReportTable:
         self._ndim, self._edges = (np.concatenate(column) for column in zip(*boxes, strict=True))
         self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
         tensor = np.concatenate(tensors)
-        # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
+        # numpy sorts 16-bit integers by radix, and wider ones by comparison.
         small = len(self._fqns) <= 1 << 16
         order = np.argsort(tensor.astype(np.uint16) if small else tensor, kind="stable")
         self._rows = np.concatenate(rows)[order]
@@ -173,16 +178,16 @@ class ReportTable:
         is_blob = code < 0
         blobs = [fqns[at] for at in name[is_blob].tolist()]
         known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
-        held, codes = name[~is_blob], code[~is_blob]
-        numbers = known[held]
-        strange = [fqns[at] for at in held[numbers < 0].tolist()]
-        strange += [fqn for fqn in blobs if fqn not in self._planned.blobs]
-        if strange:
+        tensor_names, codes = name[~is_blob], code[~is_blob]
+        numbers = known[tensor_names]
+        unplanned = [fqns[at] for at in tensor_names[numbers < 0].tolist()]
+        unplanned += [fqn for fqn in blobs if fqn not in self._planned.blobs]
+        if unplanned:
             raise incomplete(
-                f"Rank {report.rank} wrote {strange[0]}, which is not in the plan.", strange[0]
+                f"Rank {report.rank} wrote {unplanned[0]}, which is not in the plan.", unplanned[0]
             )
         new = self._codes[numbers] < 0
-        # Of one tensor twice with two dtypes either is kept, and the other is reported below.
+        # Of a tensor with two dtypes in this report, one is kept, and the check below raises.
         self._codes[numbers[new]] = codes[new]
         for at in np.flatnonzero(self._codes[numbers] != codes)[:1]:
             fqn = self._fqns[numbers[at]]
@@ -194,7 +199,7 @@ class ReportTable:
         return numbers, box[~is_blob], blobs
 
     def dtype(self, number: int) -> str | None:
-        """Return the dtype of a tensor, None if no rank wrote a chunk of it."""
+        """Return the dtype of tensor `number`, None if no rank wrote a chunk of it."""
         code = int(self._codes[number])
         return None if code < 0 else _DTYPES[code]
 
@@ -202,11 +207,11 @@ class ReportTable:
         return self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def key(self, number: int) -> bytes:
-        """Return what is equal for tensors of which every rank wrote equal boxes."""
+        """Return a key that is equal for tensors of which every rank wrote equal boxes."""
         return hashlib.blake2b(self._boxes_of(number).data, digest_size=16).digest()
 
     def chunks(self, number: int) -> tuple[Counts, Counts]:
-        """Return the owners of a tensor's chunks, and of each a row of offsets, then sizes."""
+        """Return the owners of a tensor's chunks, and a row of offsets and sizes for each."""
         rows, fqn = self._boxes_of(number), self._fqns[number]
         owners = np.searchsorted(self._first_box, rows, side="right") - 1
         shape = self._planned.tensors[fqn]
@@ -220,7 +225,7 @@ class ReportTable:
 
 
 def incomplete(what: str, fqn: str) -> IntegrityError:
-    """Return the error that says that what ranks wrote is not what was planned."""
+    """Return the error for values that were not written as planned."""
     return IntegrityError(
         what,
         fqn=fqn,
@@ -230,5 +235,5 @@ def incomplete(what: str, fqn: str) -> IntegrityError:
 
 
 def outside(fqn: str, shape: tuple[int, ...], box: Box, rank: int) -> IntegrityError:
-    """Return the error that a rank wrote a chunk that is no part of the tensor."""
+    """Return the error for a chunk that is not inside its tensor."""
     return incomplete(f"Rank {rank} wrote {box} of {fqn}, whose shape is {list(shape)}.", fqn)

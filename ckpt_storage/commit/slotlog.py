@@ -1,4 +1,4 @@
-"""The commit slots as they lie on a storage: read, searched for the head, and taken."""
+"""Commit slots on a storage: reading them, finding the head, and creating the next slot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FOOTER_MAX_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitLog:
-    """The slots of one checkpoint as read: the highest slot, its record, and the head commit."""
+    """The highest slot of a checkpoint, its record, and the head."""
 
     last_slot: int
     last: SlotRecord | None
@@ -50,18 +50,18 @@ class CommitLog:
 
     @classmethod
     def ending_with(cls, head: SlotRecord) -> CommitLog:
-        """Return the log as of a commit."""
+        """Return the log that ends with a commit."""
         return cls(last_slot=head.slot, last=head, head=head)
 
 
 def read_slot(store: Store, slot: int) -> SlotRecord | None:
-    """Return the record in `slot`, None if there is none."""
+    """Return the record in `slot`, None if the slot is free."""
     decode = partial(SlotRecord.decode, slot=slot)
     return read_decoded(store, names.slot_path(slot), decode, max_bytes=MAX_SLOT_BYTES)
 
 
 class _SlotReader:
-    """The slots of one checkpoint as they are looked at, each read once."""
+    """The slots of one checkpoint, each read at most once."""
 
     def __init__(self, store: Store, known: SlotRecord | None) -> None:
         self._store = store
@@ -69,15 +69,15 @@ class _SlotReader:
         self._contents: dict[int, bytes | StorageError | None] = {}
 
     def prefetch(self, *slots: int) -> None:
-        """Read slots side by side."""
+        """Read slots concurrently."""
         calls = [partial(_slot_bytes, self._store, slot) for slot in slots]
         self._contents.update(zip(slots, side_by_side(self._store, calls), strict=True))
 
     def is_taken(self, slot: int) -> bool:
-        """Return whether there is a record in a slot, sound or not.
+        """Return whether a slot has a file, sound or not.
 
-        To credentials that may not list, S3 forbids what is absent. Who could read a slot may
-        read all, and a refusal means then that there is none.
+        Without the right to list, S3 answers 403 for absent objects. Once one slot could be read, a
+        403 for another slot means that it is free.
         """
         if slot in self._records:
             return True
@@ -104,18 +104,18 @@ class _SlotReader:
 def read_log(
     store: Store, *, known: SlotRecord | None = None, for_reader: bool = False
 ) -> CommitLog:
-    """Find the highest slot by galloping over names, and the head it names (invariant I3).
+    """Find the highest slot by a galloping search, and the head that its record names (I3).
 
-    Only these two records are decoded: of the other slots it matters that they are taken. About
-    2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where nothing is;
-    where the record of a slot is `known`, n counts from there. `for_reader` asks a remote storage
-    for the first two side by side: mostly there is no more. Safe on any rank.
+    Only these two records are decoded; of other slots, only the existence matters. Takes about
+    2 log2(n) reads for n slots, 2 for a checkpoint with one save, and a read and a listing without
+    a checkpoint; with the record of a slot in `known`, n counts from that slot. With `for_reader`,
+    the first two slots of a remote storage are read concurrently. Any rank.
     """
     slots, low = _SlotReader(store, known), known.slot if known else 0
     if for_reader and store.capabilities.is_remote:
         slots.prefetch(1, 2)
     if not slots.is_taken(low + 1) and known is None:
-        # Those of a deleted checkpoint go in this order.
+        # The lowest slots of a deleted checkpoint are removed first.
         lowest = _lowest_slot(store)
         low = lowest - 1 if lowest and slots.is_taken(lowest) else 0
     origin, high = low, low + 1
@@ -129,20 +129,20 @@ def read_log(
     head = slots.record(reference.slot)
     if head is None or head.type != "commit" or head.save_id != reference.save_id:
         raise FormatError(
-            f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
-            f"{reference.save_id}, which it is not.",
+            f"{store.url}: slot {low} names slot {reference.slot} as the commit of "
+            f"{reference.save_id}, but that slot holds another record.",
             path=names.slot_path(low),
-            next_step="The folder commits/ was altered; restore it from a copy.",
+            next_step="The folder commits/ was changed; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=last, head=head)
 
 
 def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
-    """Return what lies in a slot, sound or not; None if it is free, an error if forbidden."""
+    """Return the content of a slot, None if it is free, or the error if it is forbidden."""
     try:
         content = read_or_none(store, names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
     except IntegrityError:
-        # Too long to be a record: it takes the slot all the same.
+        # A file that is too long to be a record occupies the slot all the same.
         return b""
     except StorageError as error:
         if error.kind != "permission":
@@ -152,12 +152,12 @@ def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
 
 
 def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
-    """Return the record that was read from a slot; a record that does not fit is read again."""
-    unread = [data]
+    """Return the record in `data`, the content of a slot; a damaged record is read again."""
+    contents = [data]
 
     def read() -> SlotRecord:
-        if unread:
-            return SlotRecord.decode(unread.pop(), slot=slot)
+        if contents:
+            return SlotRecord.decode(contents.pop(), slot=slot)
         content = store.get(names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
         return SlotRecord.decode(content.data, slot=slot)
 
@@ -165,33 +165,33 @@ def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
 
 
 def listed_slots(store: Store) -> list[int]:
-    """Return the numbers of the slots that a listing shows, ascending."""
+    """Return the numbers of the slots in a listing, ascending."""
     files = (entry.path.rpartition("/")[2] for entry in store.list(names.COMMITS, recursive=False))
     return sorted(number for name in files if (number := names.slot_number(name)))
 
 
 def _lowest_slot(store: Store) -> int:
-    """Return the lowest slot where there is no slot 1, 0 if there is none at all."""
+    """Return the lowest slot in a listing, 0 without slots."""
     try:
         return next(iter(listed_slots(store)), 0)
     except StorageError as error:
-        # Who may not list, and who cannot, sees no log of which slots were removed.
+        # Without a listing, a log whose lowest slots were removed looks empty.
         if error.kind in {"not-found", "permission", "unsupported"}:
             return 0
         raise
 
 
 def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
-    """Yield `head` and the commits it superseded, newest first, as far as records are there."""
+    """Yield `head` and the commits that it superseded, newest first, up to a missing record."""
     while head is not None and head.type == "commit":
         yield head
         head = read_slot(store, head.previous.slot) if head.previous else None
 
 
-def or_none_if_absent(ask: Callable[[], T]) -> T | None:
-    """Return what a storage answers, None where what it is asked for is absent."""
+def or_none_if_absent(call: Callable[[], T]) -> T | None:
+    """Return the result of `call`, None if it raises `StorageError` of kind "not-found"."""
     try:
-        return ask()
+        return call()
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -210,10 +210,10 @@ def read_decoded(
     *,
     max_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> T | None:
-    """Return what `decode` makes of a document, None if it is absent.
+    """Return a decoded document, None if it is absent.
 
-    A document that does not fit is read twice (see `read_twice`). Raises what the second `decode`
-    raises.
+    If `decode` finds damage, the document is read twice (see `read_twice`). Raises the error of the
+    second `decode`.
     """
 
     def read() -> T | None:
@@ -229,7 +229,7 @@ def read_stock(store: Store) -> Content | None:
 
 
 def read_stock_tail(store: Store) -> Content | None:
-    """Return the end of `.metadata`, which holds any footer, and its version; None if absent."""
+    """Return the end of `.metadata`, which includes the footer, and its version; None if absent."""
 
     def read() -> Content | None:
         return or_none_if_absent(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
@@ -239,34 +239,34 @@ def read_stock_tail(store: Store) -> Content | None:
         content is None or content.data.endswith(_PICKLE_STOP) or split_footer(content.data)[1]
     )
     if not is_known:
-        # Neither ours nor a pickle of another tool: perhaps an answer with a wrong byte.
+        # Neither a footer nor a pickle of another tool: the response may have a wrong byte.
         store.drop_caches(names.STOCK_METADATA)
         content = read()
     return content
 
 
 def is_there(store: Store, path: str) -> bool:
-    """Return whether an object is there, asked of the storage by name."""
+    """Return whether a file exists."""
     return stat_or_none(store, path) is not None
 
 
 def stat_or_none(store: Store, path: str) -> ObjectInfo | None:
-    """Return what the storage tells of an object, None if it is absent."""
+    """Return length and time of a file, None if it is absent."""
     return or_none_if_absent(partial(store.stat, path))
 
 
 def read_referenced(
     store: Store, reference: FileRef, *, max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> bytes:
-    """Return the document that a reference names, read no further than its length, and checked.
+    """Return a referenced document after checking its length and checksum.
 
-    Raises `StorageError`, and `IntegrityError` for a damaged or missing document, and for a
-    reference to more than `max_bytes`: its length is made up.
+    Raises `StorageError`, and `IntegrityError` for a damaged or missing document and for a
+    reference to more than `max_bytes`.
     """
     if reference.size_bytes > max_bytes:
         what = (
-            f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
-            f"document has more than {max_bytes}."
+            f"{store.url}: the length of {reference.path} is recorded as {reference.size_bytes} "
+            f"bytes; such a document has at most {max_bytes}."
         )
         raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
 
@@ -293,17 +293,17 @@ def check_document(data: bytes, reference: FileRef) -> None:
 
 
 def stamp() -> dict[str, Any]:
-    """Return who writes a record and when, for people."""
+    """Return the time, host and process of a record, for people."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
 def resolution_steps(url: str) -> str:
-    """Return how to find out whether a save to `url` is committed, where that is unknown."""
+    """Return how to find out whether a save to `url` was committed."""
     return (
-        f"Once rank 0 has given up or ended, run `ckpt-storage show {url} --history`. A commit "
-        "record with this save id: committed, perhaps superseded since. None, or no checkpoint, "
-        "after Timeouts.request: not committed. Saving again is safe."
+        f"Once rank 0 has raised its error or ended, run `ckpt-storage show {url} --history`. With "
+        "a commit record of this save id, the save is committed, and perhaps superseded since. "
+        "Without one after Timeouts.request, it is not committed. Saving again is safe."
     )
 
 
@@ -312,16 +312,16 @@ def take_slot(
     kind: Literal["commit", "fence", "deleted"],
     slot: int,
     head: HeadRef | None,
-    **said: Any,  # noqa: ANN401  # fields of `SlotRecord`
+    **fields: Any,  # noqa: ANN401  # fields of `SlotRecord`
 ) -> tuple[SlotRecord, bool]:
-    """Create a slot; return whatever record holds it afterwards, and whether that is ours (I5).
+    """Create a slot; return the record in it afterwards, and whether that is ours (I5).
 
-    Raises `PhaseTimeoutError` if there was no time even to try, and `StorageError` if it is proved
-    that nothing was created. Otherwise `CommitUnknownError` for a commit; for other records, which
-    may be taken again, `StorageError` of kind "unknown".
+    Raises `PhaseTimeoutError` if the deadline passed before the attempt, and `StorageError` if
+    certainly nothing was created. If the outcome is unknown, raises `CommitUnknownError` for a
+    commit, and `StorageError` of kind "unknown" for other records, which may be created again.
     """
     record = SlotRecord(
-        type=kind, slot=slot, head=head, write_id=names.new_write_id(), **stamp(), **said
+        type=kind, slot=slot, head=head, write_id=names.new_write_id(), **stamp(), **fields
     )
     store.deadline.check(f"Taking slot {slot} of {store.url}")
     path, data = names.slot_path(slot), record.encode()
@@ -331,7 +331,7 @@ def take_slot(
         except StorageError as error:
             if error.kind != "not-found":
                 raise
-            # The folder went with the slots of a deleted checkpoint.
+            # The folder was removed with the slots of a deleted checkpoint.
             store.make_folders([names.COMMITS])
             create_new(store, path, data)
     except StorageError as error:
@@ -349,9 +349,9 @@ def take_slot(
     if holder is not None:
         return holder, holder.write_id == record.write_id
     who = f"a {kind} record" if record.save_id is None else f"save {record.save_id}"
-    what = f"Whether {who} took slot {slot} of {store.url} is not known: {failure}"
+    what = f"It is not known whether {who} took slot {slot} of {store.url}: {failure}"
     if record.save_id is None:
-        step = "When the storage answers again, repeat the call."
+        step = "Repeat the call when the storage responds again."
         raise StorageError(
             what, kind="unknown", retryable=True, path=path, next_step=step
         ) from failure

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import publishing
+from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.errors import CommitConflictError, StorageError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
@@ -49,28 +50,52 @@ def committed_version(
     context: ExportContext, spec: CopySpec, head: SlotRecord, target_log: CommitLog
 ) -> CopySource:
     """Return what is copied of a checkpoint of ours, and whether the target has it already."""
-    store, save_id, is_part = context.source, head.save_id or "", False
+    store, source_id, chosen = context.source, head.save_id or "", None
     publishing.check_newest(store, CommitLog.ending_with(head))
     if spec.selects:
         source = CommittedSource(store, head, read_manifest(store, head), context.options)
         chosen = part_of(source, spec)
-        if chosen is not None:
-            save_id, is_part = _part_id(save_id, chosen), True
-    save_id = id_at_target(context, save_id, target_log)
+    if chosen is None:
+        save_id = id_at_target(context, source_id, target_log)
+    else:
+        save_id = _part_id(context, source_id, chosen, target_log)
     return CopySource(
         record=head,
         save_id=save_id,
         was_there=target_log.head is not None and target_log.head.save_id == save_id,
-        is_part=is_part,
+        is_part=chosen is not None,
         target_log=target_log,
     )
 
 
-def _part_id(save_id: str, chosen: Selected) -> str:
-    """Return the id of the copy of a part, the same for the same values; the time stays."""
+def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log: CommitLog) -> str:
+    """Return the id that the copy of a part has at the target; the time of the save stays.
+
+    The same values have the same id, so that a copy that was interrupted is resumed. If it has
+    written its manifest, which names its time and host, it is fenced and freed, and another id is
+    derived.
+
+    Raises:
+        CommitConflictError: it is not dead, and has committed meanwhile.
+
+    """
     fqns = [*sorted(chosen.tensors), *chosen.blobs]
     text = f"part of {save_id}: {json.dumps(fqns)}"
-    return f"{save_id[:17]}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    derived = f"{save_id[:17]}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    part = id_at_target(context, derived, target_log)
+    store, head = context.target, target_log.head
+    is_committed = head is not None and head.save_id == part
+    if is_committed or not slotlog.is_there(store, names.manifest_path(part)):
+        return part
+    if not cleaning.fence_and_free(store, [part]):
+        raise CommitConflictError(
+            f"Another process has committed the same part, {part}, to {store.url}.",
+            winner={"save_id": part},
+            path=names.manifest_path(part),
+            phase="plan",
+            next_step="Call again: it uses what is there.",
+        )
+    return id_at_target(context, part, deletion.log_to_extend(store))
 
 
 def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
@@ -196,7 +221,25 @@ class CopyOfPart(CopyOfCommitted):
         return ResumeState(done=context.find_complete(sent))
 
     def publish(self, made: WriteSummary) -> None:
-        """Write the documents that describe the files, and commit as any save is committed."""
+        """Write the documents that describe the files, and commit as any save is committed.
+
+        Raises `CommitConflictError` if other processes freed the files of this copy.
+        """
+        try:
+            self._publish(made)
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            raise CommitConflictError(
+                f"Another process deleted files of {self.save_id}, which this process wrote to "
+                f"{self.context.target.url}; it is not committed.",
+                winner={},
+                path=error.path,
+                phase="commit",
+                next_step="Look at what is there now, and call again if it is wanted.",
+            ) from error
+
+    def _publish(self, made: WriteSummary) -> None:
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch
 
         store, ticket = self.context.target, self.ticket

@@ -146,6 +146,11 @@ class PlainFolder(Folder[R]):
         return b""
 
     @property
+    def is_together(self) -> bool:
+        """Whether neither a last file nor a guard tells readers that files are missing."""
+        return not self.last and not self._is_guarded
+
+    @property
     def _is_guarded(self) -> bool:
         """Whether weight files are written: some readers load all that are in a folder."""
         return any(map(_is_weight, self._names))
@@ -243,7 +248,6 @@ class ExportFolder(Folder[R]):
     from any of these steps.
     """
 
-    is_together = True
     ties: Mapping[str, str]
     extra_files: Mapping[str, bytes] = MappingProxyType({})
     """Files beside the weights, by name; only on the coordinator."""
@@ -251,6 +255,11 @@ class ExportFolder(Folder[R]):
     removed: Sequence[str] = ()
     _index: Content | None = None
     _before: frozenset[str] = frozenset()
+
+    @property
+    def is_together(self) -> bool:
+        """True: an earlier export stays readable until the end."""
+        return True
 
     @cached_property
     def _own(self) -> frozenset[str]:

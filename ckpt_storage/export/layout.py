@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
-from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.manifest import PlannerData, TensorRecord, int_keys_of
 from ckpt_storage.format.names import DTYPES, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
@@ -330,8 +330,9 @@ def metadata_of(source: Source, chosen: Selected) -> Metadata:
     }
     state |= {fqn: dcp.BytesStorageMetadata() for fqn in chosen.blobs}
     paths = source.planner_data or {}
-    places = {fqn: paths.get(fqn, (fqn,)) for fqn in state}
-    return dcp.Metadata(state_dict_metadata=state, planner_data=places)
+    places = ((fqn, paths.get(fqn, (fqn,))) for fqn in state)
+    data = PlannerData(places, int_keys=int_keys_of(source.planner_data))
+    return dcp.Metadata(state_dict_metadata=state, planner_data=data)
 
 
 def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> bytes:

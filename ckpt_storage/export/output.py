@@ -217,7 +217,6 @@ class Export(abc.ABC, Generic[R]):
     With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
-    is_together: bool = False
     source: Source
     plan: Plan
     on_bytes: Callable[[int], None]
@@ -232,6 +231,11 @@ class Export(abc.ABC, Generic[R]):
         else:
             self.version = version
             self.open(version)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether no file may get its name before all files are complete."""
+        return False
 
     @property
     def part_bytes(self) -> int:

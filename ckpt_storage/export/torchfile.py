@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage import errors
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import BlockHasher
-from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.manifest import PlannerData, TensorRecord, find_int_keys
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.foreign import ForeignSource
@@ -36,7 +36,6 @@ _WINDOW_BYTES = 4 << 20
 _LOCAL = struct.Struct("<26x2H")
 _RESTORE = "Restore the file from a copy."
 _AGAIN = "If you trust who made it, load it with torch.load and save it anew with torch.save."
-_Path = tuple[str | int, ...]
 _Crcs = dict[Key, "array[int]"]
 
 
@@ -136,7 +135,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     """Open a `torch.save` file; reads its directory, its pickle and the headers of records."""
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
 
-    def read() -> tuple[dict[str, Any], dict[str, _Path]]:
+    def read() -> tuple[dict[str, Any], PlannerData]:
         file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
         return _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
 
@@ -181,7 +180,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 
 def _read_state(
     file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
-) -> tuple[dict[str, Any], dict[str, _Path]]:
+) -> tuple[dict[str, Any], PlannerData]:
     """Return values by FQN, and the path of each in the nested state dict."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
@@ -200,15 +199,16 @@ def _read_state(
     except Exception as error:
         what = f"cannot be read ({type(error).__name__}): it is damaged, cut short, or no file of "
         raise _refused(shown, f"{what}torch.save", _RESTORE) from error
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+    if not isinstance(state, dict) or not {*map(type, state)} <= {str, int}:
         what = f"holds a {type(state).__name__}, not a state dict with names as keys"
         step = "Save a dict that maps names to tensors, such as model.state_dict()."
         raise _refused(shown, what, step)
     try:
-        return flatten_state_dict(state)
+        flat, paths = flatten_state_dict(state)
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
         raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
+    return flat, PlannerData(paths, int_keys=find_int_keys(state))
 
 
 def _refused(path: str, what: str, next_step: str) -> errors.FormatError:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage import errors
 from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.format.manifest import INT_KEY, int_keys_of
 from ckpt_storage.inspect.torchload import refusal_of
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
@@ -233,8 +234,25 @@ def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
     try:
         if sum(longest.values()) > 16 * sum(map(len, paths.values())) + (1 << 16):
             raise ValueError("its lists would be far longer than what is in them")  # noqa: TRY301
-        return unflatten_state_dict(dict(flat), paths)
+        nested = unflatten_state_dict(dict(flat), paths)
     except Exception as error:
         what = f"The values do not form a nested state dict: {error}."
         step = "Leave the names that contradict each other out with exclude=."
         raise errors.InvalidInputError(what, next_step=step) from error
+    _restore_int_keys(nested, int_keys_of(known))
+    return nested
+
+
+def _restore_int_keys(nested: Any, int_keys: Iterable[_Path]) -> None:  # noqa: ANN401  # a state dict
+    """Turn the keys of the dicts at these paths back into ints; inner dicts first."""
+    for path in sorted(int_keys, key=len, reverse=True):
+        container = nested
+        try:
+            for key in path:
+                container = container[key]
+        except (LookupError, TypeError):
+            continue  # no value below it was chosen
+        if isinstance(container, dict):
+            items = [(int(k) if INT_KEY.fullmatch(k) else k, v) for k, v in container.items()]
+            container.clear()
+            container.update(items)

@@ -20,6 +20,7 @@ from typing import Any
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
+    CheckpointGoneError,
     IntegrityError,
     InvalidInputError,
     StorageError,
@@ -217,6 +218,11 @@ class FileWriter:
                 refused.append(whole)
                 return
             place = place_of_file(path, file.size_bytes)
+            if error.kind == "not-found":
+                # The error is about the target; the stored file may be what is missing.
+                missing = self._export.source.explain_missing(place)
+                if isinstance(missing, CheckpointGoneError):
+                    raise missing from error
             raise explained(error, [place], self._export.source) from error
         if crc32c is None and not self._able.copies_with_checksum:
             # Only the length was checked.

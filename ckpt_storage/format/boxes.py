@@ -1,4 +1,4 @@
-"""Which elements and bytes are meant: boxes, the grids they form, selections in a payload.
+"""Boxes of elements, the grids that they form, and selections of elements in a payload.
 
 Offsets and sizes are in elements; a 0-dimensional box holds one element. Positions in a payload,
 which has the elements of one chunk in C order, are in bytes. All intervals are half open.
@@ -30,7 +30,7 @@ _Sides = tuple[tuple[int, int], ...]
 class Box(NamedTuple):
     """An axis-aligned box of elements; both tuples have one entry per dimension.
 
-    Nothing is checked here: `find_flaw` and the codecs judge what comes from outside.
+    The constructor checks nothing: `find_flaw` and the codecs check boxes of documents.
     """
 
     offsets: tuple[int, ...]
@@ -52,7 +52,7 @@ class Box(NamedTuple):
         return tuple(map(add, self.offsets, self.sizes))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box of the elements in both, None if there is none."""
+        """Return the box of the elements in both, None if they share none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(map(sub, map(min, self.stops, other.stops), starts))
         return Box(starts, sizes) if min(sizes, default=1) > 0 else None
@@ -65,8 +65,8 @@ class Box(NamedTuple):
 def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Return boxes that hold elements [start, stop) of the C-order linearisation of `shape`.
 
-    They follow one another in that order, each of them contiguous in it: at most
-    max(1, 2 ndim - 1). Raises `ValueError` if the interval is not within the shape.
+    The boxes are in C order, and each is contiguous in it; there are at most max(1, 2 ndim - 1).
+    Raises `ValueError` if the interval is not within the shape.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements [{start}, {stop}) of the shape {list(shape)}")
@@ -81,8 +81,8 @@ def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
             boxes.append(Box((index, *(0 for _ in inner)), (count, *inner)))
         else:
             end = min(stop - index * row, row)
-            parts = interval_boxes(inner, before, end)
-            boxes += (Box((index, *part.offsets), (1, *part.sizes)) for part in parts)
+            pieces = interval_boxes(inner, before, end)
+            boxes += (Box((index, *piece.offsets), (1, *piece.sizes)) for piece in pieces)
         start = (index + max(count, 1)) * row
     return boxes
 
@@ -90,8 +90,8 @@ def interval_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 class Grid(LazyList[Box]):
     """Chunks that tile a tensor of `shape` as a cartesian grid: its cells in C order.
 
-    `cuts` has for each dimension the start offsets, ascending from 0. What is regular may be a
-    `range`. A cell is made when it is asked for.
+    `cuts` has the start offsets of each dimension, ascending from 0; regular offsets may be a
+    `range`. A cell is made on access.
     """
 
     def __init__(self, cuts: tuple[Sequence[int], ...], shape: tuple[int, ...]) -> None:
@@ -108,7 +108,7 @@ class Grid(LazyList[Box]):
         return Grid, (self.cuts, self.shape)
 
     def cell_at(self, offsets: Sequence[int]) -> int | None:
-        """Return the cell that begins at `offsets`, None if none does."""
+        """Return the position of the cell that begins at `offsets`, None if no cell does."""
         if len(offsets) != len(self.cuts):
             return None
         cell = 0
@@ -120,7 +120,10 @@ class Grid(LazyList[Box]):
         return cell
 
     def intersecting(self, box: Box) -> list[int]:
-        """Return the cells, ascending, that share elements with `box`, which lies in the shape."""
+        """Return the positions, ascending, of the cells that share elements with `box`.
+
+        The box must lie in the shape.
+        """
         if box.is_empty:
             return []
         cells = [0]
@@ -142,7 +145,7 @@ def _cell(all_cuts: tuple[Sequence[int], ...], shape: tuple[int, ...], cell: int
 
 
 def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid | None:
-    """Return the grid whose cells are exactly `boxes`, as `grid_of_rows` does."""
+    """Return the grid whose cells are exactly `boxes`; as `grid_of_rows`."""
     ndim = len(shape)
     if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
         return None
@@ -154,10 +157,10 @@ def find_grid(shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid | None:
 def grid_of_rows(
     shape: tuple[int, ...], rows: Counts, owners: Counts
 ) -> tuple[Grid, Sequence[int]] | None:
-    """Return the grid whose cells are exactly some boxes, in any order, and the owner of each cell.
+    """Return the grid whose cells are the boxes of `rows`, in any order, and the cells' owners.
 
     A row has the offsets, then the sizes of a box. A grid covers the shape exactly. Boxes without
-    elements are left out; of equal ones the first counts. None if they make no grid.
+    elements are ignored; of equal boxes the first counts. None if the boxes form no grid.
     """
     if 0 in shape or math.prod(shape) > _MAX_ELEMENTS:
         return None
@@ -176,18 +179,18 @@ def grid_of_rows(
             return None
         places = places * len(starts) + at
         cuts.append(compact(starts))
-    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
-    cells, kept = np.unique(places, return_index=True)
-    return (Grid(tuple(cuts), shape), compact(owners[kept])) if len(cells) == cell_count else None
+    # `return_index` gives the first of equal places.
+    cells, first = np.unique(places, return_index=True)
+    return (Grid(tuple(cuts), shape), compact(owners[first])) if len(cells) == cell_count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """How chunks do not make up their tensor.
+    """Why chunks do not make up their tensor.
 
-    `outside` is the position of the first chunk that does not lie in the shape. Otherwise `at` is
-    an element that not exactly one chunk holds, and `holders` has the positions of those that do;
-    `at` is None where too many chunks lie side by side to hold each against each.
+    `outside` is the position of the first chunk that leaves the shape. Otherwise `at` is an element
+    that no chunk or several chunks hold, and `holders` has the positions of these chunks; `at` is
+    None if too many chunks lie side by side to compare them.
     """
 
     outside: int | None = None
@@ -199,28 +202,28 @@ class Flaw:
             return f"chunk {self.outside} leaves it"
         if self.at is None:
             return "they are cut in more ways than can be checked"
-        held = f"{len(self.holders)} different ones hold" if self.holders else "none holds"
-        return f"{held} the element {list(self.at)}"
+        holders = f"{len(self.holders)} chunks hold" if self.holders else "no chunk holds"
+        return f"{holders} the element {list(self.at)}"
 
 
 def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
-    """Return where `boxes` hold an element of a tensor of `shape` never or twice; None if nowhere.
+    """Return why `boxes` do not hold each element of a tensor of `shape` once; None if they do.
 
-    Boxes without elements must only lie in the shape.
+    Boxes without elements only have to lie in the shape.
     """
     for number, box in enumerate(boxes):
         if not _lies_in(shape, box):
             return Flaw(outside=number)
     if 0 in shape:
         return None
-    # First along the dimension where few boxes lie side by side at few starts.
+    # Sweep first along the dimension with few starts and few boxes side by side.
     starts = [len({box.offsets[dim] for box in boxes}) for dim in range(len(shape))]
     reach = [sum(box.sizes[dim] for box in boxes) / size for dim, size in enumerate(shape)]
     order = sorted(range(len(shape)), key=lambda dim: starts[dim] * reach[dim])
     sides = [list(zip(box.offsets, box.stops, strict=True)) for box in boxes if not box.is_empty]
     turned = [tuple(side[dim] for dim in order) for side in sides]
     try:
-        element = _odd_element([shape[dim] for dim in order], turned, [_MAX_STEPS])
+        element = _find_element([shape[dim] for dim in order], turned, [_MAX_STEPS])
     except _TooManyStepsError:
         return Flaw()
     if element is None:
@@ -242,39 +245,39 @@ def _lies_in(shape: tuple[int, ...], box: Box) -> bool:
 
 
 class _TooManyStepsError(Exception):
-    """More boxes lie side by side than may be compared."""
+    """Too many boxes lie side by side to be compared."""
 
 
-def _odd_element(
+def _find_element(
     shape: Sequence[int], sides: Iterable[_Sides], steps_left: list[int]
 ) -> tuple[int, ...] | None:
-    """Return the first element that not exactly one box holds; a box is its starts and stops.
+    """Return the first element that no box or several boxes hold; a box is its starts and stops.
 
-    Between two edges of boxes all slices across the first dimension are alike.
+    A sweep along the first dimension: between two edges of boxes, all slices across it are equal.
     """
-    coming = sorted(sides, reverse=True)
+    pending = sorted(sides, reverse=True)
     if not shape:
-        return None if len(coming) == 1 else ()
-    here: list[_Sides] = []
+        return None if len(pending) == 1 else ()
+    current: list[_Sides] = []
     at = 0
     while at < shape[0]:
-        here = [side for side in here if side[0][1] > at]
-        while coming and coming[-1][0][0] == at:
-            here.append(coming.pop())
-        steps_left[0] -= len(here)
+        current = [side for side in current if side[0][1] > at]
+        while pending and pending[-1][0][0] == at:
+            current.append(pending.pop())
+        steps_left[0] -= len(current)
         if steps_left[0] < 0:
             raise _TooManyStepsError
-        inner = _odd_element(shape[1:], (side[1:] for side in here), steps_left)
+        inner = _find_element(shape[1:], (side[1:] for side in current), steps_left)
         if inner is not None:
             return (at, *inner)
-        at = min(side[0][1] for side in here)
-        if coming:
-            at = min(at, coming[-1][0][0])
+        at = min(side[0][1] for side in current)
+        if pending:
+            at = min(at, pending[-1][0][0])
     return None
 
 
 def compact(numbers: Counts) -> Sequence[int]:
-    """Return integers from 0 on as a `range` where that is equal, else as an array."""
+    """Return integers from 0 on as a `range` if they are regular, else as an array."""
     count = len(numbers)
     if count > 1:
         step = int(numbers[1]) - int(numbers[0])
@@ -286,7 +289,7 @@ def compact(numbers: Counts) -> Sequence[int]:
 
 
 Selection = tuple[range, ...]
-"""Which elements of a chunk are meant: positions in each dimension, from its first element on."""
+"""Selected positions in each dimension of a chunk, counted from its first element."""
 
 
 def box_selection(box: Box) -> Selection:
@@ -295,7 +298,7 @@ def box_selection(box: Box) -> Selection:
 
 
 def clip(ranges: Sequence[range], box: Box) -> tuple[Selection, tuple[slice, ...]] | None:
-    """Return which of the selected positions lie in `box`, and where they are in the selection.
+    """Return the selected positions that lie in `box`, and their slices in the selection.
 
     The positions count from the first element of the box. None if there are none.
     """
@@ -314,7 +317,7 @@ def clip(ranges: Sequence[range], box: Box) -> tuple[Selection, tuple[slice, ...
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Intervals of `length` bytes of a payload, ascending; `steps` lead from the first to each."""
+    """Ascending intervals of `length` bytes of a payload; `steps` added to `first` start them."""
 
     first: int
     length: int
@@ -330,7 +333,7 @@ class Spans:
 
     @property
     def hull(self) -> range:
-        """The shortest interval that holds them all."""
+        """The shortest interval that contains all intervals."""
         stop = self.first + sum(step[-1] for step in self.steps) + self.length if len(self) else 0
         return range(self.first if stop else 0, stop)
 
@@ -338,10 +341,10 @@ class Spans:
 def touched_spans(
     chunk_sizes: Sequence[int], ranges: Sequence[range], item_bytes: int, grain_bytes: int = 1
 ) -> Spans:
-    """Return byte intervals of a payload that hold all selected elements.
+    """Return byte intervals of a payload that contain all selected elements.
 
-    Between two selected elements of one interval lie fewer than `grain_bytes` bytes: with the
-    size of a block for grain, each block that an interval reaches holds a selected element. Raises
+    Fewer than `grain_bytes` bytes separate two neighbouring selected elements of one interval. If
+    it is the size of a block, each block that an interval touches has a selected element. Raises
     `InvalidInputError` for a selection that leaves the chunk.
     """
     if len(ranges) != len(chunk_sizes) or any(
@@ -350,7 +353,7 @@ def touched_spans(
     ):
         raise InvalidInputError(
             f"The selection {list(ranges)} leaves a chunk of sizes {list(chunk_sizes)}.",
-            next_step="This is a bug in the caller or a checkpoint that contradicts itself.",
+            next_step="This is a bug in the caller, or the checkpoint contradicts itself.",
         )
     if not all(ranges):
         return Spans(0, 0, (range(0),))
@@ -368,9 +371,9 @@ def touched_spans(
 
 @functools.lru_cache(maxsize=256)
 def run_of(chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int) -> range | None:
-    """Return the bytes of a selection if it has some and they are adjacent, else None.
+    """Return the bytes of a selection if they are adjacent and not empty, else None.
 
-    Remembered: many chunks that are cut alike follow one another. Raises as `touched_spans`.
+    Cached, because many chunks of equal sizes follow one another. Raises as `touched_spans`.
     """
     spans = touched_spans(chunk_sizes, where, item_bytes)
     return spans.hull if len(spans) == 1 else None
@@ -379,9 +382,9 @@ def run_of(chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int) -> r
 class WindowCopy(NamedTuple):
     """One strided copy out of a window of a payload; everything in elements.
 
-    The source is the array of shape `sizes` that begins `source_offset_elements` behind the
-    window's start and has `source_strides`; it does not reach out of the window. The destination
-    is the box of the same `sizes` at `dest_offsets` in the array of the selection's shape.
+    The source is the array of shape `sizes` with `source_strides` that begins
+    `source_offset_elements` after the start of the window; it ends inside the window. The
+    destination is the box of these `sizes` at `dest_offsets` in an array of the selection's shape.
     """
 
     source_offset_elements: int
@@ -394,10 +397,10 @@ class WindowCopy(NamedTuple):
 def selected_copies(
     chunk_sizes: tuple[int, ...], ranges: Selection, start_element: int, stop_element: int
 ) -> tuple[WindowCopy, ...]:
-    """Return what to copy from elements [start, stop) of a payload into the array of a selection.
+    """Return the copies from elements [start, stop) of a payload into the array of a selection.
 
-    At most max(1, 2 ndim - 1) copies. Remembered, as `run_of` is. Raises `ValueError` for a window
-    that leaves the chunk.
+    At most max(1, 2 ndim - 1) copies. Cached, as `run_of`. Raises `ValueError` for a window that
+    leaves the chunk.
     """
     strides = _strides(chunk_sizes)
     copies = []
@@ -412,7 +415,7 @@ def selected_copies(
                 source_offset_elements=sum(map(mul, firsts, strides)) - start_element,
                 source_strides=tuple(map(mul, (r.step for r in ranges), strides)),
                 sizes=tuple(map(len, inside)),
-                dest_offsets=tuple(part.start for part in where),
+                dest_offsets=tuple(positions.start for positions in where),
             )
         )
     return tuple(copies)
@@ -426,10 +429,10 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 def coalesce(
     intervals: Sequence[tuple[int, int]], gap: int, max_bytes: int
 ) -> Iterator[tuple[int, int, range]]:
-    """Yield few intervals that hold all `intervals`, which are sorted, with the positions of those.
+    """Yield joined intervals, each with the positions of its members in the sorted `intervals`.
 
-    Neighbours at most `gap` bytes apart are joined while the whole stays within `max_bytes`. It is
-    longer only if its first member is, and then it is as long as that member.
+    Neighbours at most `gap` bytes apart are joined up to a length of `max_bytes`. A joined interval
+    is longer only if its first member is, and then it ends with that member.
     """
     first = begin = end = 0
     for index, (start, stop) in enumerate(intervals):
@@ -445,7 +448,7 @@ def coalesce(
 
 
 def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
-    """Return the shortest interval of whole blocks that holds [start, stop).
+    """Return the shortest interval of whole blocks that contains [start, stop).
 
     The last block ends at `total`. An empty interval stays empty.
     """

@@ -1,4 +1,4 @@
-"""What names a commit: the records under `commits/` and the footer of `.metadata`, with codecs."""
+"""Codecs of the records under `commits/` and of the footer of `.metadata`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRef:
-    """A commit, by slot number and save id."""
+    """A reference to a commit: its slot number and save id."""
 
     slot: int
     save_id: str
@@ -30,18 +30,18 @@ _COMMIT_KEYS = (
     *("part", "stats", "user"),
 )
 
-_LEFT_OUT = {"part", "stats", "stock_entries", "user"}
-"""Where there is nothing to say."""
+_OPTIONAL = {"part", "stats", "stock_entries", "user"}
+"""Keys that are omitted when they are empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot under `commits/` (`docs/format.md`, "Commit slots").
+    """One slot under `commits/` (`docs/format.md`, "Slots").
 
-    `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
-    `stats` are those of the save, and `user` what the saver wants to read again in a list of
-    checkpoints; both plain JSON. `part` says of which save (`of`) this holds some values only, and
-    by which patterns they were chosen.
+    `stock_entries` is as in the manifest: 0 if `stock` is a note. `stats` are measurements of the
+    save; `user` is the user record, which lists of checkpoints show; both are plain JSON. `part` of
+    a partial checkpoint names the save (`of`) that its values come from, and the patterns that
+    chose them.
     """
 
     type: Literal["commit", "fence", "deleted"]
@@ -63,27 +63,27 @@ class SlotRecord:
 
     @property
     def is_thinned(self) -> bool:
-        """Whether this commit replaced the save that it is a part of."""
+        """Whether this partial checkpoint replaced the save that its values come from."""
         previous = self.previous
         return previous is not None and self.part.get("of") == previous.save_id
 
     def encode(self) -> bytes:
         """Return the sealed document.
 
-        Raises `InvalidInputError` for a record that is longer than readers take.
+        Raises `InvalidInputError` for a record that is longer than readers accept.
         """
         keys = _COMMIT_KEYS if self.type == "commit" else ("fenced",)
         body: dict[str, object] = {"format": format_of("commit")}
         for key in ("type", "slot", "write_id", "head", *keys, "created_at", "host", "pid"):
             value = getattr(self, key)
             value = dict(value) if key in {"part", "stats", "user"} else value
-            if key not in _LEFT_OUT or value not in (None, {}):
+            if key not in _OPTIONAL or value not in (None, {}):
                 body[key] = value.as_json() if isinstance(value, FileRef | HeadRef) else value
         sealed = seal(body)
         if len(sealed) > MAX_SLOT_BYTES:
             raise InvalidInputError(
                 f"The record in {slot_path(self.slot)} would have {len(sealed)} bytes; "
-                f"readers take {MAX_SLOT_BYTES}.",
+                f"readers accept {MAX_SLOT_BYTES}.",
                 path=slot_path(self.slot),
                 next_step="Keep fewer annotations with a save."
                 if self.user
@@ -95,7 +95,7 @@ class SlotRecord:
     def decode(cls, data: bytes, *, slot: int) -> SlotRecord:
         """Return the record in `data`, which was read from slot `slot`.
 
-        Raises `IntegrityError` for damage, `FormatError` for a record this release cannot follow.
+        Raises `IntegrityError` for damage, `FormatError` for a record that this release cannot use.
         """
         where = slot_path(slot)
         body = unseal(data, path=where)
@@ -105,7 +105,7 @@ class SlotRecord:
             what = f"{where} is a record of type {kind!r}, which this release does not know."
             raise FormatError(what, path=where, next_step="Install a newer ckpt_storage.")
         if get.count("slot") != slot:
-            get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
+            get.fail(f"is the record of slot {body['slot']}; the file was copied or renamed")
         user, part, stats = body.get("user"), body.get("part"), body.get("stats")
         is_commit = kind == "commit"
         save_id = get.value("save_id", str) if is_commit else None
@@ -122,7 +122,7 @@ class SlotRecord:
             stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
             previous=_head_of(get, "previous"),
             fenced=() if is_commit else tuple(get.strings("fenced")),
-            # Whatever is in it, the checkpoint can be read.
+            # Other values are ignored, so that the checkpoint stays readable.
             stats=stats if is_commit and isinstance(stats, dict) else {},
             user=user if is_commit and isinstance(user, dict) else {},
             part=part if is_commit and isinstance(part, dict) else {},
@@ -139,17 +139,17 @@ class SlotRecord:
         if not all(map(is_save_id, record.fenced)):
             # Folders of these names get deleted.
             raise UnsafeContentError(
-                f"{where} fences {list(record.fenced)!r:.200}, which are no save ids.",
+                f"{where} fences {list(record.fenced)!r:.200}, which are not save ids.",
                 path=where,
                 next_step="Do not load or delete this checkpoint; find out who wrote it.",
             )
         if kind == "deleted" and record.head is not None:
             get.fail("is a deleted record with a head")
         if (record.head and record.head.slot > slot) or (
-            # A walk back through the commits must come to an end.
+            # A walk back through the commits must end.
             record.previous and record.previous.slot >= slot
         ):
-            get.fail("refers to a slot that comes after it")
+            get.fail("references a later slot")
         return record
 
 
@@ -165,7 +165,7 @@ _FOOTER_TAIL_BYTES = 16
 
 
 def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
-    """Return what is stored as `.metadata`: the pickle, then our footer."""
+    """Return the content of `.metadata`: the pickle and our footer."""
     footer = json.dumps(
         {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id}, separators=(",", ":")
     ).encode()
@@ -173,7 +173,7 @@ def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
 
 
 def split_footer(data: bytes) -> tuple[bytes, HeadRef | None]:
-    """Return the pickle in a `.metadata` file, and what its footer names; None without a footer."""
+    """Return the pickle in a `.metadata` file, and the commit in its footer; None: no footer."""
     if data[-8:] != _FOOTER_MAGIC or not data[-16:-8].isdigit():
         return data, None
     start = len(data) - _FOOTER_TAIL_BYTES - int(data[-16:-8])

@@ -1,4 +1,4 @@
-"""CRC-32C of a buffer and of each of its blocks, and how such checksums combine."""
+"""CRC-32C of buffers and of their blocks, and of concatenations of checksummed data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 # Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
-# that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
-# runs Python.
+# that releases the lock waits up to `sys.getswitchinterval()` (5 ms) for a thread that runs Python.
 _KEEP_LOCK_BYTES = 16 << 20
 
 # Polynomials are reflected, as in the checksum itself: the highest bit is the coefficient of 1.
@@ -24,10 +23,7 @@ _ONE_BYTE = 1 << 23
 
 
 def crc32c_of(data: Buffer, crc: int = 0) -> int:
-    """Return the CRC-32C of what `crc` stands for followed by the bytes of `data`.
-
-    `data` is any C-contiguous buffer. Other Python threads may run meanwhile.
-    """
+    """Return the CRC-32C of data with checksum `crc` and then `data`, a C-contiguous buffer."""
     return _crc32c(data, crc, memoryview(data).nbytes > _KEEP_LOCK_BYTES)
 
 
@@ -39,9 +35,9 @@ def crc32c_of_all(views: Sequence[memoryview]) -> int:
 def first_wrong_block(
     view: memoryview, block_bytes: int, crcs: Sequence[int], first_block: int
 ) -> int | None:
-    """Return where in `view` the first block begins whose CRC-32C is not as in `crcs`, else None.
+    """Return the offset in `view` of the first block whose CRC-32C is not that in `crcs`, or None.
 
-    `view` is of bytes and begins with block `first_block`; its last block may be shorter.
+    `view` has bytes, and begins with block `first_block`; its last block may be shorter.
     """
     mode, starts = block_bytes > _KEEP_LOCK_BYTES, range(0, len(view), block_bytes)
     actual = [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
@@ -52,11 +48,11 @@ def first_wrong_block(
 
 
 class BlockHasher:
-    """CRC-32C of each block of a payload that arrives in pieces of any length.
+    """CRC-32C of each block of a payload that is appended in pieces of any length.
 
     Blocks are counted from the start of the payload; the last may be shorter, and an empty
-    payload has none. Nothing is copied. Not safe to share between threads. `also` gets each piece,
-    a block at most, while it is in the processor's cache.
+    payload has none. Copies no bytes. Not thread-safe. `also` gets each piece, at most one block,
+    while it is in the processor's cache.
     """
 
     __slots__ = ("_also", "_block_bytes", "_crc", "_crcs", "_filled_bytes")
@@ -106,7 +102,7 @@ class BlockHasher:
         return combine(head, rest, rest_bytes) if head_bytes else rest
 
     def finish(self) -> array[int]:
-        """Return the checksums of all blocks (type code "I"), and begin a new payload."""
+        """Return the checksums of all blocks (type code "I"), and start a new payload."""
         crcs = self._crcs
         if self._filled_bytes:
             crcs.append(self._crc)
@@ -118,7 +114,7 @@ class BlockHasher:
 def combine(crc_a: int, crc_b: int, length_b: int) -> int:
     """Return the CRC-32C of A followed by B, where B has `length_b` bytes.
 
-    As `crc32_combine` of zlib (Mark Adler): that of A times x^(8 length_b), plus that of B.
+    As `crc32_combine` of zlib (Mark Adler): the CRC of A times x^(8 length_b), plus that of B.
     """
     return _multiply(_power(length_b), crc_a) ^ crc_b if crc_a else crc_b
 
@@ -132,7 +128,7 @@ def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def combine_blocks(crcs: Sequence[int], block_bytes: int, total_bytes: int) -> int:
-    """Return the CRC-32C of a payload of `total_bytes` from those of its blocks, as any array."""
+    """Return the CRC-32C of a payload of `total_bytes` from the checksums of its blocks."""
     count = -(-total_bytes // block_bytes)
     if count != len(crcs):
         raise ValueError(f"{len(crcs)} checksums for {count} blocks")
@@ -164,7 +160,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power(length: int) -> int:
-    """Return x^(8 length) modulo the polynomial: what `length` more bytes do to a checksum."""
+    """Return x^(8 length) modulo the polynomial, by which `length` more bytes multiply a CRC."""
     if not length:
         return _ONE
     half = _power(length // 2)
@@ -174,9 +170,9 @@ def _power(length: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length: int) -> list[list[int]]:
-    """Return what each byte of a checksum, the lowest first, becomes `length` bytes later.
+    """Return tables of the images of each byte of a CRC, lowest first, `length` bytes later.
 
-    The map is linear over GF(2): it sums the images of single bits.
+    The map is linear over GF(2): the image of a byte is the sum of the images of its bits.
     """
     tables = [[0] for _ in range(4)]
     for bit in range(32):

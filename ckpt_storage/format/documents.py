@@ -1,6 +1,6 @@
-"""Documents that carry their own checksum: sealed JSON, strict access to it, packed columns.
+"""Sealed JSON documents, which carry their own checksum; strict access to them; packed columns.
 
-What is inflated is bounded before it is.
+The size of packed data is checked before it is inflated.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .crc import crc32c_of
 from .names import checked_path
 
 MAX_COUNT = (1 << 63) - 1
-"""What tensor libraries and file systems count with; a larger number only overflows in them."""
+"""The largest integer of tensor libraries and file systems; a larger number overflows in them."""
 MAX_DIMS = 64
-"""Torch has no tensors of more."""
+"""The limit of torch."""
 MAX_RANKS = 1 << 20
 MAX_NAMES = 1 << 24
-"""In one list of a document."""
+"""The limit for one list of names."""
 MAX_SLOT_BYTES = 4 << 20
-"""Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
+"""The limit for a commit record: metrics have at most 16 KiB, and each fenced attempt 36 bytes."""
 MAX_DOCUMENT_BYTES = 1 << 30
-"""Of every other document of ours, and of an index of others."""
+"""The limit for every other document, and for the index of another tool."""
 MAX_INFLATED_BYTES = 256 << 20
-"""What all columns and names of one document may take together, inflated."""
+"""The limit for all columns and names of one document together, inflated."""
 
 RESTORE = "Restore the file from a copy, or load another checkpoint."
 DAMAGED = (
@@ -62,15 +62,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN_COUNT = 64
 _PLAIN_CHARS = 2048
 _INTEGER_BYTES = 8
-# Differences of ascending columns are small numbers with long runs; level 1 finds them all.
+# Differences of ascending columns are small numbers with long runs: higher levels gain nothing.
 _LEVEL = 1
 
 
 def seal(body: Mapping[str, object]) -> bytes:
     """Return `body` as a sealed document: one line of JSON with the CRC-32C of its body.
 
-    Keys keep their order. Raises `InvalidInputError` for what JSON cannot say: a NaN, a lone
-    surrogate, an object of another type; and for a document longer than readers take.
+    Keys keep their order. Raises `InvalidInputError` for values that JSON does not have (NaN, a
+    lone surrogate, an object of another type), and for a document longer than readers accept.
     """
     try:
         text = json.dumps(
@@ -84,7 +84,7 @@ def seal(body: Mapping[str, object]) -> bytes:
     sealed = b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
     if len(sealed) > MAX_DOCUMENT_BYTES:
         raise InvalidInputError(
-            f"A document of the checkpoint would have {len(sealed)} bytes; readers take "
+            f"A document of the checkpoint would have {len(sealed)} bytes; readers accept "
             f"{MAX_DOCUMENT_BYTES}.",
             next_step="Save fewer, larger tensors, or spread them over several checkpoints.",
         )
@@ -94,8 +94,8 @@ def seal(body: Mapping[str, object]) -> bytes:
 def unseal(data: bytes, *, path: str) -> dict[str, Any]:
     """Return the body of a sealed document after checking every byte of it.
 
-    Raises `IntegrityError` for a sealed document that was cut, extended or changed; `FormatError`
-    for a file that never was one, and for a body that is no strict JSON object.
+    Raises `IntegrityError` for a sealed document that was cut, extended or changed, and
+    `FormatError` for another file, and for a body that is not a strict JSON object.
     """
     name = f"{path} ({len(data)} bytes)"
     text = data[_BODY_START : -len(_TAIL)]
@@ -118,15 +118,15 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
 
 
 def strict_json(text: bytes, kind: type[_T]) -> _T:
-    """Return what JSON says. Raises `ValueError`, also for what only lenient readers take."""
+    """Return the value of a JSON text. Raises `ValueError`, also for Python's extensions."""
     value: object = json.loads(
         text.decode(), object_pairs_hook=_unique_keys, parse_constant=no_constant
     )
     if b"\\ud" in text or b"\\uD" in text:
-        # Half of a surrogate pair, which only an escape can spell, is no text.
+        # Only an escape can spell half of a surrogate pair, which UTF-8 cannot encode.
         json.dumps(value, ensure_ascii=False).encode()
     if not isinstance(value, kind):
-        raise ValueError(f"it is no {kind.__name__}")  # noqa: TRY004  # as all that is wrong
+        raise ValueError(f"it is no {kind.__name__}")  # noqa: TRY004  # callers catch one class
     return value
 
 
@@ -143,7 +143,7 @@ def no_constant(name: str) -> float:
 
 
 def format_of(kind: str) -> str:
-    """Return what the key `format` of a document says: its kind and major version."""
+    """Return the value of the key `format` of a document: its kind and major version."""
     return f"ckpt_storage.{kind}/{_MAJOR}"
 
 
@@ -176,7 +176,7 @@ def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
     if len(column) <= _PLAIN_COUNT:
         plain: list[int] = column.tolist()
         return plain
-    # Differences of far numbers wrap around, and sums of them wrap back.
+    # Differences may wrap around at 64 bits; the sums of a reader wrap back.
     differences = np.diff(column, prepend=np.int64(0)).astype("<i8")
     packed = zlib.compress(differences.tobytes(), _LEVEL)
     return {"count": len(column), "zlib": pack_bytes(packed)}
@@ -185,7 +185,7 @@ def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
 def pack_names(names: Sequence[str]) -> list[str] | dict[str, Any]:
     """Return the JSON value of a list of strings.
 
-    Raises `InvalidInputError` for half of a surrogate pair, which no document can hold.
+    Raises `InvalidInputError` for half of a surrogate pair, which UTF-8 cannot encode.
     """
     try:
         "".join(names).encode()
@@ -208,13 +208,13 @@ def pack_bytes(data: bytes) -> str:
 
 @dataclass(slots=True)
 class InflateBudget:
-    """What may still be inflated of a document."""
+    """The bytes of one document that may still be inflated."""
 
-    left_bytes: int = MAX_INFLATED_BYTES
+    remaining_bytes: int = MAX_INFLATED_BYTES
 
 
 def is_int_list(value: object, least: int = 0) -> bool:
-    """Return whether `value` is a list or tuple of integers, none of them a truth value."""
+    """Return whether `value` is a list or tuple of integers from `least` on, without booleans."""
     if not isinstance(value, list | tuple) or not set(map(type, value)) <= {int}:
         return False
     return not value or (min(value) >= least and max(value) <= MAX_COUNT)
@@ -222,18 +222,18 @@ def is_int_list(value: object, least: int = 0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Typed access to a JSON object; a wrong or missing value is a `FormatError`.
+    """Typed access to a JSON object; a wrong or missing value raises `FormatError`.
 
     `where` names the document in errors. All objects of one document share a `budget`.
     """
 
-    body: Any  # whatever the document holds at this place
+    body: Mapping[str, Any]
     where: str
     budget: InflateBudget = field(default_factory=InflateBudget)
 
     @classmethod
     def of(cls, body: Mapping[str, object], kind: str, where: str) -> Fields:
-        """Return access to the body of a document of this kind, in a version that is known."""
+        """Return access to the body of a document of this kind. Raises `FormatError` for others."""
         text = body.get("format")
         match = _FORMAT.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[1] != kind or int(match[2]) < _MAJOR:
@@ -248,16 +248,16 @@ class Fields:
         return cls(body, where)
 
     def __contains__(self, key: str) -> bool:
-        return isinstance(self.body, dict) and self.body.get(key) is not None
+        return self.body.get(key) is not None
 
     def required(self, key: str) -> Fields:
-        """Return this access if the key is there, be it null; else raise `FormatError`."""
-        if not isinstance(self.body, dict) or key not in self.body:
+        """Return this object if it has the key, which may be null. Raises `FormatError`."""
+        if key not in self.body:
             self.fail(f"has no {key!r}")
         return self
 
     def fail(self, what: str) -> NoReturn:
-        """Raise the `FormatError` that says what the document has or does."""
+        """Raise a `FormatError` whose subject is the document."""
         raise FormatError(f"{self.where} {what}.", path=self.where, next_step=DAMAGED)
 
     def value(
@@ -268,21 +268,21 @@ class Fields:
         *,
         ok: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
-        """Return a value of this kind; `absent`, if there is such a thing, where there is none."""
+        """Return a value of this kind; an `absent` other than None replaces a missing value."""
         if absent is not None and key not in self:
             return absent
-        value = self.body.get(key) if isinstance(self.body, dict) else None
+        value = self.body.get(key)
         if not isinstance(value, kind) or isinstance(value, bool) or not ok(value):
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
 
     def note(self, key: str, kind: type[_T], absent: _T) -> _T:
-        """Return a value that is for people; `absent` for none, or for a value of another kind."""
-        value = self.body.get(key) if isinstance(self.body, dict) else None
+        """Return a value for people; `absent` replaces a missing value or one of another kind."""
+        value = self.body.get(key)
         return value if isinstance(value, kind) and not isinstance(value, bool) else absent
 
     def count(self, key: str, absent: int | None = None) -> int:
-        """Return an integer from 0 on; `absent`, if there is such a thing, where there is none."""
+        """Return an integer from 0 on; as `value`."""
         return self.value(key, int, absent, ok=lambda n: 0 <= n <= MAX_COUNT)
 
     def strings(self, key: str) -> list[str]:
@@ -299,11 +299,11 @@ class Fields:
         return [Fields(entry, self.where, self.budget) for entry in entries]
 
     def crc(self, key: str) -> int:
-        """Return a checksum that is spelt as 8 hexadecimal digits."""
+        """Return a checksum of 8 hexadecimal digits."""
         return int(self.value(key, str, ok=lambda text: bool(_CRC.fullmatch(text))), 16)
 
     def ref(self) -> FileRef:
-        """Return the file that this object refers to; its path stays below the checkpoint."""
+        """Return the file that this object references; its path is below the checkpoint."""
         return FileRef(
             path=checked_path(self.value("path", str), where=self.where),
             size_bytes=self.count("bytes"),
@@ -311,13 +311,13 @@ class Fields:
         )
 
     def document(self, key: str, path: str) -> FileRef | None:
-        """Return the document that an object refers to, None where there is none.
+        """Return the document that an object references, None without the object.
 
-        Its path must be `path`: who copies writes to the same place below another root.
+        Its path must be `path`: a copy writes to the same place below another root.
         """
         ref = self.object(key).ref() if key in self else None
         if ref is not None and ref.path != path:
-            self.fail(f"names {ref.path!r:.200}, which is no document of this save")
+            self.fail(f"names {ref.path!r:.200}, which is not a document of this save")
         return ref
 
     def crcs(self, key: str, count: int) -> array[int]:
@@ -332,14 +332,14 @@ class Fields:
         except ValueError:
             data = b"?"
         if len(data) != size_bytes:
-            self.fail(f"holds packed checksums in {key!r} that are not {size_bytes} bytes")
+            self.fail(f"has packed checksums in {key!r} that are not {size_bytes} bytes")
         return data
 
     def column(
         self, key: str, *, count: int | None = None, least: int = 0, below: int = 1 << 63
     ) -> Counts:
         """Return `count` integers from `least` on, less than `below`."""
-        if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
+        if isinstance(self.body.get(key), list):
             plain = self.value(key, list, ok=lambda v: is_int_list(v, least))
             self._take(key, len(plain) * _INTEGER_BYTES)
             column, is_within = np.array(plain, dtype=np.int64), not plain or max(plain) < below
@@ -350,32 +350,31 @@ class Fields:
             column = np.cumsum(steps, dtype=np.int64)
             is_within = not len(column) or least <= column.min() <= column.max() < below
         if count is not None and len(column) != count:
-            self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
+            self.fail(f"has {len(column)} entries in {key!r} instead of {count}")
         if not is_within:
-            self.fail(f"has a number in {key!r} that cannot be")
+            self.fail(f"has a number in {key!r} that is out of range")
         return column
 
     def names(self, key: str) -> list[str]:
         """Return packed strings."""
-        if isinstance(self.body, dict) and isinstance(self.body.get(key), list):
+        if isinstance(self.body.get(key), list):
             return self.strings(key)
         packed = self.object(key)
         count = packed.count("count")
         if count > MAX_NAMES:
             self.fail(f"declares more than {MAX_NAMES} names in {key!r}")
         try:
-            names: Any = strict_json(packed.inflate(key, packed.count("bytes")), list)
+            names = strict_json(packed.inflate(key, packed.count("bytes")), list)
         except (RecursionError, ValueError):
-            names = None
-        listed = Fields({key: names}, self.where).strings(key)
-        if len(listed) != count:
-            self.fail(f"has another number of names in {key!r} than it says")
-        return listed
+            names = [None]
+        if len(names) != count or not all(isinstance(name, str) for name in names):
+            self.fail(f"has packed {key!r} that are not {count} names")
+        return names
 
     def _take(self, key: str, size_bytes: int) -> None:
-        self.budget.left_bytes -= size_bytes
-        if self.budget.left_bytes < 0:
-            self.fail(f"declares more than may be inflated of a document up to {key!r}")
+        self.budget.remaining_bytes -= size_bytes
+        if self.budget.remaining_bytes < 0:
+            self.fail(f"declares more than {MAX_INFLATED_BYTES} inflated bytes up to {key!r}")
 
     def inflate(self, key: str, size_bytes: int) -> bytes:
         """Return exactly `size_bytes` of a stream; `key` is for errors."""
@@ -383,17 +382,17 @@ class Fields:
         inflater = zlib.decompressobj()
         try:
             data = binascii.a2b_base64(self.value("zlib", str), strict_mode=True)
-            # One byte more than there may be, so that the end of a sound stream is seen.
+            # With one byte more, the inflater reaches the end of a sound stream.
             inflated = inflater.decompress(data, size_bytes + 1)
         except (ValueError, zlib.error):
             inflated = b""
         if len(inflated) != size_bytes or not inflater.eof or inflater.unused_data:
-            self.fail(f"has packed {key!r} that are not the {size_bytes} bytes that they should be")
+            self.fail(f"has packed {key!r} that do not inflate to {size_bytes} bytes")
         return inflated
 
 
 class LazyList(Sequence[_T]):
-    """So many values, each made when it is asked for; equal to any sequence of equal values."""
+    """`count` values that `make` makes on access; equal to any sequence of equal values."""
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
@@ -404,7 +403,7 @@ class LazyList(Sequence[_T]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # a value; of a slice a list
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # a value, or a list for a slice
         at = range(self._count)[index]
         return self._make(at) if isinstance(at, int) else list(map(self._make, at))
 

@@ -1,4 +1,4 @@
-"""The documents of an export folder as values: their names, and a strict codec to sealed JSON."""
+"""Documents of an export folder: their paths, and a strict codec to sealed JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id
 
 DEFAULT_FOLDER = "hf"
-"""Where an export goes by default, below its checkpoint."""
+"""Default folder of an export, below its checkpoint."""
 
 DOCUMENTS = ".ckpt-storage"
-"""Folder of the documents, in the output folder."""
+"""Folder of the documents, below the output folder."""
 
 NAMES_PATH = f"{DOCUMENTS}/names.json"
 HOLDER_PATH = f"{DOCUMENTS}/job.json"
@@ -23,26 +23,26 @@ HOLDER_PATH = f"{DOCUMENTS}/job.json"
 MODEL_PATTERN = "model{suffix}.safetensors"
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"
 PATTERNS = (MODEL_PATTERN, ADAPTER_PATTERN, "diffusion_pytorch_model{suffix}.safetensors")
-"""How transformers, PEFT and diffusers name weight files; `suffix` tells several files apart."""
+"""Names of weight files in transformers, PEFT and diffusers; `suffix` numbers several files."""
 
 LIBRARY_INDEXES = frozenset(f"{pattern.format(suffix='')}.index.json" for pattern in PATTERNS)
-"""Where a library looks for the index of several weight files; ours is at `INDEX_NAME`, too."""
+"""Where these libraries look for the index of several weight files; we also write `INDEX_NAME`."""
 
 GUARD_NAME = "zz-export-under-way.safetensors"
 _GUARD_TEXT = (
     b"Weight files in this folder are being replaced, or their writer died: export again.\n"
 )
 GUARD = len(_GUARD_TEXT).to_bytes(8, "little") + _GUARD_TEXT
-"""A file that no reader of safetensors takes: its header is no JSON.
+"""A file that every reader of safetensors refuses, because its header is not JSON.
 
-While it is there, readers that load every `*.safetensors` of a folder fail. Their patterns skip
-names that begin with a dot.
+While it exists, readers that load every `*.safetensors` of a folder fail. Its name has no leading
+dot, because their patterns skip such names.
 """
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = r"(-[0-9]{5,}-of-[0-9]{5,}(-[0-9a-f]{8})?)?"
 _WEIGHT_FILE = re.compile(
-    "|".join(re.escape(one).replace(r"\{suffix\}", _SUFFIX) for one in PATTERNS)
+    "|".join(re.escape(pattern).replace(r"\{suffix\}", _SUFFIX) for pattern in PATTERNS)
 )
 _FILE_RECORD = re.compile(r"\.ckpt-storage/[0-9a-f]{16}/[0-9]{5,}\.json")
 _DOCUMENT = re.compile(r"\.ckpt-storage/(names|job|[0-9a-f]{16}/([0-9]{5,}|output))\.json")
@@ -60,17 +60,17 @@ def export_path(fingerprint: str) -> str:
 
 
 def weight_file_path(fingerprint: str, number: int) -> str:
-    """Return the path of the record that says weight file `number` (from 1) is complete."""
+    """Return the path of the record of complete weight file `number` (from 1)."""
     return f"{records_folder(fingerprint)}/{number:05d}.json"
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether a file name is one that an export gives."""
+    """Return whether a file name is that of a weight file of an export."""
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
 def is_single_file(name: str) -> bool:
-    """Return whether a file name is that of the only weight file of an export."""
+    """Return whether a file name is that of an export with one weight file."""
     return f"{name}.index.json" in LIBRARY_INDEXES
 
 
@@ -80,7 +80,7 @@ def is_file_record(path: str) -> bool:
 
 
 def is_output_file(path: str) -> bool:
-    """Return whether `path`, in an output folder, is that of a weight file or document of ours."""
+    """Return whether `path`, in an output folder, is that of a file that exports write there."""
     is_named = path in {*LIBRARY_INDEXES, GUARD_NAME} or is_weight_file(path)
     return is_named or _DOCUMENT.fullmatch(path) is not None
 
@@ -89,84 +89,77 @@ def _is_fingerprint(text: str) -> bool:
     return _FINGERPRINT.fullmatch(text) is not None
 
 
-def _are_parts(parts: Sequence[Any]) -> bool:
-    return all(isinstance(part, list) for part in parts)
-
-
-def _encode(kind: str, body: Mapping[str, object], stamp: Mapping[str, Any]) -> bytes:
-    return seal({"format": format_of(kind), **body, **stamp})
-
-
-def _decode(data: bytes, path: str, kind: str, *keys: str) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a document, and its stamp: what it holds beside `keys`."""
-    fields = Fields.of(unseal(data, path=path), kind, path)
-    known = {"format", *keys}
-    return fields, {key: value for key, value in fields.body.items() if key not in known}
-
-
-def _fingerprint(fields: Fields) -> str:
-    return fields.value("fingerprint", str, ok=_is_fingerprint)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Which content may use names without a suffix; `stamp` says who wrote the document, and when.
+class _Document:
+    """A document of the export with this `fingerprint`; `stamp` is its writer and time."""
 
-    The `stamp` of the other documents says the same. Every `decode` raises `IntegrityError` or
-    `FormatError` for a document that is damaged or of another kind.
-    """
-
-    fingerprint: str
+    kind: ClassVar[str]
+    fingerprint: str = ""
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        return _encode("names", {"fingerprint": self.fingerprint}, self.stamp)
+        return seal({"format": format_of(self.kind), **self._members(), **self.stamp})
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, stamp = _decode(data, path, "names", "fingerprint")
-        return cls(fingerprint=_fingerprint(fields), stamp=stamp)
+        """Return the document in `data`.
+
+        Raises `IntegrityError` for a damaged document and `FormatError` for one of another kind.
+        """
+        get = Fields.of(unseal(data, path=path), cls.kind, path)
+        fingerprint, values = get.value("fingerprint", str, ok=_is_fingerprint), cls._values(get)
+        known = {"format", "fingerprint", *values}
+        stamp = {key: value for key, value in get.body.items() if key not in known}
+        return cls(fingerprint=fingerprint, stamp=stamp, **values)
+
+    def _members(self) -> dict[str, Any]:
+        """Return the members of the JSON object, without `format` and `stamp`."""
+        return {"fingerprint": self.fingerprint}
+
+    @classmethod
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        """Return the fields of a derived class. Raises `FormatError`."""
+        del get
+        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The run that works in the folder now."""
+class Names(_Document):
+    """The export that may use names without a suffix."""
 
+    kind = "names"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder(_Document):
+    """The run that owns the folder now."""
+
+    kind = "holder"
     run_id: str
-    fingerprint: str
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {"run_id": self.run_id, "fingerprint": self.fingerprint}
-        return _encode("holder", body, self.stamp)
+    def _members(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "fingerprint": self.fingerprint}
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, stamp = _decode(data, path, "holder", "run_id", "fingerprint")
-        run_id = fields.value("run_id", str, "")
-        return cls(run_id=run_id, fingerprint=_fingerprint(fields), stamp=stamp)
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {"run_id": get.value("run_id", str, "")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRecord:
-    """A complete export. `ties`: alias to target."""
+class ExportRecord(_Document):
+    """A complete export; `ties` maps aliases to targets."""
 
-    fingerprint: str
+    kind = "export"
     save_id: str | None
     source_format: str
     source: str = ""
     files: Sequence[FileRef]
     index: FileRef
     ties: Mapping[str, str] = field(default_factory=dict)
-    stamp: Mapping[str, Any] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body = {
+    def _members(self) -> dict[str, Any]:
+        return {
             "fingerprint": self.fingerprint,
             "save_id": self.save_id,
             "source_format": self.source_format,
@@ -175,64 +168,52 @@ class ExportRecord:
             "index": self.index.as_json(),
             "ties": dict(self.ties),
         }
-        return _encode("export", body, self.stamp)
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        keys = ("fingerprint", "save_id", "source_format", "source", "files", "index", "ties")
-        fields, stamp = _decode(data, path, "export", *keys)
-        has_save_id = "save_id" in fields and fields.body["save_id"] is not None
-        return cls(
-            fingerprint=_fingerprint(fields),
-            save_id=fields.value("save_id", str, ok=is_save_id) if has_save_id else None,
-            source_format=fields.value("source_format", str, ""),
-            source=fields.value("source", str, ""),
-            files=tuple(file.ref() for file in fields.objects("files")),
-            index=fields.object("index").ref(),
-            ties={alias: str(name) for alias, name in fields.value("ties", dict).items()},
-            stamp=stamp,
-        )
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {
+            "save_id": get.value("save_id", str, ok=is_save_id) if "save_id" in get else None,
+            "source_format": get.value("source_format", str, ""),
+            "source": get.value("source", str, ""),
+            "files": tuple(file.ref() for file in get.objects("files")),
+            "index": get.object("index").ref(),
+            "ties": {alias: str(name) for alias, name in get.value("ties", dict).items()},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
-    """A file of which every byte is durable; its record says of which output it is.
+class Sealed(_Document):
+    """A file with only durable bytes.
 
-    With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
-    has to be completed with.
+    With a `token`, the file may still be an upload with this token and `write_id`, which has to be
+    completed with `parts`.
     """
 
-    fingerprint: str = ""
+    kind = "weight_file"
     file: FileRef
     token: str = ""
     write_id: str = ""
     parts: Sequence[Sequence[int | str | None]] = ()
 
-    def encode(self) -> bytes:
-        """Return the sealed document."""
-        body: dict[str, object] = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
-        if self.token:
-            parts = [list(part) for part in self.parts]
-            body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
-        return _encode("weight_file", body, {})
+    def _members(self) -> dict[str, Any]:
+        parts = [list(part) for part in self.parts]
+        upload = {"token": self.token, "write_id": self.write_id, "parts": parts}
+        members = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        return members | (upload if self.token else {})
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Self:
-        """Return the document that `data` holds."""
-        fields, _ = _decode(data, path, "weight_file")
-        return cls(
-            fingerprint=_fingerprint(fields),
-            file=fields.object("file").ref(),
-            token=fields.value("token", str, ""),
-            write_id=fields.value("write_id", str, ""),
-            parts=fields.value("parts", list, [], ok=_are_parts),
-        )
+    def _values(cls, get: Fields) -> dict[str, Any]:
+        return {
+            "file": get.object("file").ref(),
+            "token": get.value("token", str, ""),
+            "write_id": get.value("write_id", str, ""),
+            "parts": get.value("parts", list, [], ok=lambda p: all(isinstance(x, list) for x in p)),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexTag:
-    """What an index of ours says of its export."""
+    """The export that an index of ours belongs to, and the names of its files."""
 
     fingerprint: str
     save_id: str | None
@@ -240,7 +221,7 @@ class IndexTag:
 
     @classmethod
     def of(cls, data: bytes) -> Self | None:
-        """Return what `data`, the content of an index, says; None unless it is ours."""
+        """Return the tag in the content of an index; None for the index of another tool."""
         try:
             body = json.loads(data)
             metadata, names = body["metadata"], body["weight_map"].values()

@@ -1,8 +1,8 @@
-"""A pickle reader that builds nothing but inert values.
+"""A pickle reader that builds only inert values.
 
-It imports nothing, calls nothing that the pickle names, and hashes nothing that the pickle holds: a
-class or function becomes a `Global`, a call to it a `Record`, a dictionary a list of pairs. Memory
-and time stay linear in the length of the pickle.
+It imports nothing, calls nothing that the pickle names, and hashes nothing in the pickle: a class
+or function becomes a `Global`, a call of it a `Record`, and a dictionary a list of pairs. Memory
+and time are linear in the length of the pickle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_GLOBAL_NAME_BYTES = 512
 
 
 class PickleMalformedError(Exception):
-    """The bytes are no pickle that torch would write; the text says where and why."""
+    """The bytes are not a pickle as torch writes it; the text says where and why."""
 
 
 class PickleTruncatedError(PickleMalformedError):
@@ -39,7 +39,7 @@ class ForbiddenGlobalError(PickleMalformedError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Global:
-    """The name of a class or function, which was not looked up."""
+    """The name of a class or function, which is not imported."""
 
     name: str
     build: Builder | None
@@ -47,7 +47,7 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A call of `name` that did not take place; `state` was for `__setstate__`."""
+    """A call of `name` that was not made; `state` is the argument for `__setstate__`."""
 
     name: str
     args: tuple[object, ...]
@@ -56,22 +56,22 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PersistentId:
-    """A reference to something stored outside the pickle."""
+    """A reference to data outside the pickle."""
 
     pid: object
 
 
 class Pairs(list[tuple[object, object]]):
-    """A dictionary, unhashed: its pairs in the order written, duplicates included."""
+    """The pairs of a dictionary in their order, with duplicates: nothing is hashed."""
 
     __slots__ = ()
 
 
 def interpret(data: bytes, allowed: Allowed) -> object:
-    """Return the value of a pickle; what lies behind its STOP is not looked at.
+    """Return the value of a pickle; bytes after its STOP are ignored.
 
-    `allowed` maps dotted names to None, or to a builder that gets the arguments of a
-    call and returns an inert value; a builder may raise `PickleMalformedError`.
+    `allowed` maps dotted names to None, or to a builder that gets the arguments of a call and
+    returns an inert value; a builder may raise `PickleMalformedError`.
 
     Raises `PickleMalformedError`, also as `PickleTruncatedError` or `ForbiddenGlobalError`.
     """
@@ -89,7 +89,7 @@ def interpret(data: bytes, allowed: Allowed) -> object:
 
 
 class _WholeReads(io.BytesIO):
-    """The bytes of a pickle, which end within no value."""
+    """The bytes of a pickle; a read past their end raises `PickleTruncatedError`."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
@@ -98,7 +98,7 @@ class _WholeReads(io.BytesIO):
         return data
 
     def readline(self, size: int | None = -1) -> bytes:
-        del size  # readers of a pickle ask for whole lines
+        del size  # the unpickler reads whole lines
         line = super().readline(_MAX_GLOBAL_NAME_BYTES)
         if line.endswith(b"\n"):
             return line
@@ -114,14 +114,14 @@ _OPCODES = (
     "frozenset binget long_binget binput long_binput memoize global stack_global binpersid reduce "
     "newobj build"
 )
-"""What torch writes: plain values, tuples, lists, dictionaries, sets, memo, names and calls."""
+"""The opcodes that torch writes: plain values, containers, the memo, names and calls."""
 
 
 _Unpickler: Any = pickle._Unpickler  # noqa: SLF001  # as torch.package does
 
 
 class _Machine(_Unpickler):  # type: ignore[misc]  # its parts have no types
-    """Python's own reader of pickles, which does nothing where that would import, call or hash."""
+    """Python's own unpickler, without the steps that import, call or hash."""
 
     def __init__(self, file: _WholeReads, allowed: Allowed) -> None:
         super().__init__(file)
@@ -158,13 +158,13 @@ class _Machine(_Unpickler):  # type: ignore[misc]  # its parts have no types
     def _extend(self, kind: type[list[Any]], items: Iterable[object]) -> None:
         target = self.stack[-1]
         if type(target) is not kind:
-            raise PickleMalformedError("something is put into no list or dict")
+            raise PickleMalformedError("an item is added to a value that is no list or dict")
         target.extend(items)
 
     def load_empty_dictionary(self) -> None:
         self.append(Pairs())
 
-    # Of a set the order is kept, and nothing is hashed.
+    # A set becomes a list, so that nothing is hashed.
     def load_empty_set(self) -> None:
         self.append([])
 
@@ -176,7 +176,7 @@ class _Machine(_Unpickler):  # type: ignore[misc]  # its parts have no types
     def load_reduce(self) -> None:
         args, callee = self.stack.pop(), self.stack.pop()
         if type(callee) is not Global or type(args) is not tuple:
-            raise PickleMalformedError("something uncallable is called")
+            raise PickleMalformedError("a value that is no class or function is called")
         self.append(Record(callee.name, args) if callee.build is None else callee.build(args))
 
     load_newobj = load_reduce
@@ -204,7 +204,7 @@ for _code, _load in _Unpickler.dispatch.items():
 
 
 def build_ordered_dict(args: tuple[object, ...]) -> object:
-    """Return the stand-in of `collections.OrderedDict()`; torch never passes arguments."""
+    """Return the pairs of a new `collections.OrderedDict()`; torch passes no arguments."""
     if args:
         raise PickleMalformedError("an OrderedDict has arguments")
     return Pairs()
@@ -228,13 +228,13 @@ _TENSORS = (
     *(f"torch.{name}" for name in DTYPES),
     "torch.storage.UntypedStorage",
 )
-"""What torch writes for plain tensors and parameters: storage classes and dtypes are not called."""
+"""Names in pickles of plain tensors and parameters; storage classes and dtypes are not called."""
 
 
 def is_inert_with_numpy(pickled: bytes) -> bool:
-    """Return whether unpickling `pickled` makes only plain values, numpy's too, buffers, tensors.
+    """Return whether unpickling makes only plain values, numpy arrays, buffers and tensors.
 
-    The bytes of tensors lie beside the pickle; a tensor with hooks or an own class is not inert.
+    A tensor with hooks or of a subclass is not inert.
     """
     made: list[Record] = []
 
@@ -256,7 +256,7 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
 
 
 def _called(kind: str, args: tuple[object, ...]) -> object:
-    """Accept the calls by which numbers, buffers and tensors are pickled."""
+    """Return an inert value for a call by which numbers, buffers or tensors are pickled."""
     match kind, args:
         case ("dtype", (str(name), False, True)) if _NUMBER.fullmatch(name):
             return Record(kind, args)
@@ -265,8 +265,8 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
         case ("scalar", (Record(name="dtype"), bytes())):
             return args
         case ("encode", (str(text), "latin1")):
-            # Protocol 2 writes bytes as text of as many characters below 256. Others make the
-            # real call fail, which runs nothing either.
+            # Protocol 2 writes bytes as text with characters below 256. Other characters make the
+            # real call fail, which runs no code either.
             return text.encode("latin1", "replace")
         case ("bytes", ()):
             return b""
@@ -283,7 +283,7 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
 
 
 def _is_finished(record: Record) -> bool:
-    """Return whether an object has the state that is written for its kind."""
+    """Return whether an object has a state as torch and numpy write it."""
     match record.name, record.state:
         case ("dtype", state):
             return state in _DTYPE_STATES
@@ -301,11 +301,8 @@ def _is_finished(record: Record) -> bool:
     return False
 
 
-_TENSOR_CALLS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3"})
-
-
 def _is_storage(value: object) -> bool:
-    """Return whether a persistent id is that of a storage, whose class is named and not called."""
+    """Return whether a value is the persistent id of a storage."""
     match value:
         case PersistentId(pid=("storage", Global(name=name), str(), str(), int())):
             return name.endswith("Storage")

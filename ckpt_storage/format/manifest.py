@@ -1,14 +1,15 @@
-"""What a checkpoint is: its manifest as a value, with a strict codec to and from sealed JSON.
+"""The manifest of a checkpoint, with a strict codec of its JSON body.
 
-Tensors that are cut alike share one grid or list of chunks, in memory as in the document.
-`docs/format.md`, section "Manifest", specifies it.
+Tensors with equal chunks share one grid or list, in memory as in the document. The section
+"Manifest" of `docs/format.md` specifies it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,19 +29,62 @@ from .documents import (
     pack_column,
     pack_crcs,
     pack_names,
+    strict_json,
 )
 from .names import is_save_id, rank_manifest_path, shard_path, stock_copy_path
 from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, ties_of
 
-PlannerData = dict[str, tuple[str | int, ...]]
+Path = tuple[str | int, ...]
+
+INT_KEY = re.compile(r"0|-?[1-9][0-9]{0,18}")
+"""The text of an int key of a dict, as flattening spells it."""
+
+
+class PlannerData(dict[str, Path]):
+    """The path of each FQN in the nested state dict: keys of dicts, all of them text, and indices.
+
+    `int_keys` are the paths of dicts in which every key that `INT_KEY` matches was an int.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path] | Iterable[tuple[str, Path]] = (),
+        *,
+        int_keys: Iterable[Path] = (),
+    ) -> None:
+        super().__init__(paths)
+        self.int_keys = frozenset(int_keys)
+
+
+def find_int_keys(value: object, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths of dicts with int keys in a nested state, for `PlannerData.int_keys`.
+
+    A dict that has a text such as "0" among its keys, too, is left out.
+    """
+    children: Iterable[tuple[str | int, object]] = ()
+    if isinstance(value, Mapping):
+        is_mixed = any(isinstance(key, str) and INT_KEY.fullmatch(key) for key in value)
+        if not is_mixed and any(type(key) is int for key in value):
+            yield path
+        children = ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list):
+        children = enumerate(value)
+    for key, item in children:
+        if isinstance(item, Mapping | list):
+            yield from find_int_keys(item, (*path, key))
+
+
+def int_keys_of(paths: object) -> frozenset[Path]:
+    """Return the `int_keys` of a `PlannerData`, none of any other planner's data."""
+    return paths.int_keys if isinstance(paths, PlannerData) else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """What is known of tensors that are alike; `boxes` are the chunks, a `Grid` if they can be.
+    """Dtype, shape and chunks of tensors; `boxes` is a `Grid` if the chunks form one.
 
-    `owners` are the ranks that wrote them, where that is known. A grid makes each chunk when it is
-    asked for; `chunk_at` and `overlapping` ask for those that are needed.
+    `owners` are the ranks that wrote the chunks, () if unknown. A `Grid` makes each box on access;
+    `chunk_at` and `overlapping` make only the boxes that they need.
     """
 
     dtype: str
@@ -49,7 +93,7 @@ class TensorRecord:
     owners: Sequence[int] = ()
 
     def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
-        """Return the chunk that begins at `offsets`, None if none does."""
+        """Return the chunk that begins at `offsets`, None if no chunk does."""
         if isinstance(self.boxes, Grid):
             cell = self.boxes.cell_at(offsets)
             return None if cell is None else self.boxes[cell]
@@ -64,21 +108,20 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What the checkpoint is.
+    """The content of a checkpoint.
 
-    `files` are in order of rank and of each rank's index; `ranks` and `hosts` have an entry a
-    rank. `groups` has the group of each file: the pattern of names that chose what lies in it, ""
-    if none did; it is empty if no file has a group. `planner_data` maps an FQN to its path in the
-    nested state dict, or is None. `ties` maps alias to target, which was the same memory; what is
-    stored of them is equal. `stock_entries` is how many items stock readers find, 0 if `stock` is a
-    note that says they find none; None if there are none to find.
+    `files` are in order of rank and index; `ranks` and `hosts` have one entry for each rank.
+    `groups` has the group of each file, "" for none, or is empty if no file has a group. `ties`
+    maps aliases to targets, with which they shared memory; the stored values are equal.
+    `stock_entries` is the number of items that stock readers find: 0 if `stock` is a note, None
+    without `stock` or items.
     """
 
     save_id: str
     world_size: int
     tensors: Mapping[str, TensorRecord]
     blobs: Mapping[str, int]
-    planner_data: Mapping[str, tuple[str | int, ...]] | None
+    planner_data: Mapping[str, Path] | None
     files: Sequence[tuple[FileRef, int]]
     ranks: Sequence[FileRef]
     hosts: Sequence[str]
@@ -121,16 +164,18 @@ class Manifest:
         }
         if self.stock_entries is not None:
             body["stock_entries"] = self.stock_entries
+        if int_keys := int_keys_of(self.planner_data):
+            body["int_keys"] = pack_names(sorted(map(_spell, int_keys)))
         if self.ties:
             body["ties"] = dict(self.ties)
         return body
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
-        """Return the manifest that `body` describes; `where` names its file in errors.
+        """Return the manifest in a JSON body; `where` names its file in errors.
 
-        Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
-        that leaves the checkpoint.
+        Raises `FormatError` for a body that contradicts itself or the format, and
+        `UnsafeContentError` for a path that leaves the checkpoint.
         """
         get = Fields.of(body, "manifest", where)
         save_id = get.value("save_id", str, ok=is_save_id)
@@ -142,7 +187,7 @@ class Manifest:
         blob_fqns = blobs.names("fqns")
         blob_ranks = blobs.column("rank", count=len(blob_fqns), below=world_size)
         if len({*tensors, *blob_fqns}) != len(tensors) + len(blob_fqns):
-            get.fail("has two values of one name")
+            get.fail("has two values with one name")
         hosts = get.object("hosts")
         names = hosts.names("names")
         return cls(
@@ -194,7 +239,7 @@ def _refs_of(get: Fields, count: int, path_of: Callable[[int], str]) -> Sequence
 def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[FileRef, int]]:
     ranks = get.column("rank", below=world_size)
     if bool((ranks[1:] < ranks[:-1]).any()):
-        get.fail("lists files that are not in order of rank")
+        get.fail("has files that are not in order of rank")
     index = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)
 
     def path(at: int) -> str:
@@ -221,7 +266,7 @@ def _groups_of(get: Fields, file_count: int) -> Sequence[str]:
 
 
 def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Return the keys `tensors`, `dtypes`, `shapes` and `layouts` of a manifest."""
+    """Return the members `tensors`, `dtypes`, `shapes` and `layouts` of a manifest."""
     dtypes: dict[str, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
     layouts: dict[object, int] = {}
@@ -254,7 +299,7 @@ def _tensors_to_json(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
 
 
 def _layout_key(tensor: TensorRecord) -> object:
-    """Return what tells a layout from others, hashable."""
+    """Return a hashable key that is equal for equal layouts."""
     if isinstance(tensor.boxes, Grid):
         columns = (*tensor.boxes.cuts, tensor.owners)
         return tuple(np.asarray(column, dtype=np.int64).tobytes() for column in columns)
@@ -278,7 +323,7 @@ def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
         dtype, shape, (cut, owners) = dtypes[key[0]], sizes[key[1]], layouts[key[2]]
         boxes: Sequence[Box]
         if isinstance(cut, tuple):
-            # All that can be wrong with a grid; its cuts ascend from 0.
+            # `_layout_of` has checked that the cuts ascend from 0.
             is_whole = len(cut) == len(shape) and all(
                 starts[-1] < max(size, 1) for starts, size in zip(cut, shape, strict=True)
             )
@@ -288,11 +333,11 @@ def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
             boxes = cut
         if not is_whole:
             fqn = fqns[keys.index(key)]
-            get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
+            get.fail(f"has chunks of {fqn!r:.80} that do not hold each of its elements once")
         records[key] = TensorRecord(dtype=dtype, shape=shape, boxes=boxes, owners=owners)
     tensors = dict(zip(fqns, map(records.__getitem__, keys), strict=True))
     if len(tensors) != len(fqns):
-        get.fail("has two values of one name")
+        get.fail("has two values with one name")
     return tensors
 
 
@@ -317,44 +362,58 @@ def _layout_of(
     return tuple(cuts), compact(ranks)
 
 
-# One for all: an encoder or a decoder that is made for each entry takes thrice as long.
+# Shared, because making an encoder or decoder for each entry takes three times as long.
 _spell = json.JSONEncoder(ensure_ascii=False).encode
-
-
 _decode = json.JSONDecoder(parse_constant=no_constant).decode
 
 _BATCH = 256
-"""Entries that are decoded together: few enough that the collector never sees their lists."""
+"""Entries that are decoded together: few enough that no garbage collection starts meanwhile."""
 
 
 def _planner_data_of(get: Fields) -> PlannerData | None:
     if "planner_data" not in get:
         return None
     entries = get.names("planner_data")
-    data: PlannerData = {}
+    data: dict[str, Path] = {}
     for start in range(0, len(entries), _BATCH):
         batch = entries[start : start + _BATCH]
         try:
-            # Many at a time: single calls take ten times as long. Between them stands what no
-            # entry holds, so that each must be a value by itself.
+            # One call for each entry takes ten times as long. The separator is no entry, so that
+            # each entry must be a complete JSON value.
             decoded = _decode(f"[{',null,'.join(batch)}]")
             if any("\\u" in entry for entry in batch):
-                # Half of a surrogate pair is no text.
+                # Raises for half of a surrogate pair.
                 _spell(decoded).encode()
         except (RecursionError, ValueError):
             decoded = []
         pairs, between = decoded[::2], decoded[1::2]
         is_whole = len(pairs) == len(batch) and between == [None] * (len(batch) - 1)
         if not is_whole or not all(map(_is_planned, pairs)):
-            get.fail("has planner_data with an entry that is no name and path")
+            get.fail("has an entry in planner_data that is no name and path")
         data.update((fqn, tuple(path)) for fqn, path in pairs)
     if len(data) != len(entries):
-        get.fail("has two planner_data entries of one name")
-    return data
+        get.fail("has two entries in planner_data with one name")
+    return PlannerData(data, int_keys=_int_keys_of(get))
+
+
+def _int_keys_of(get: Fields) -> list[Path]:
+    paths: list[Path] = []
+    for entry in get.names("int_keys") if "int_keys" in get else ():
+        try:
+            path = strict_json(entry.encode(), list)
+        except (RecursionError, ValueError):
+            path = [None]
+        if not _is_path(path):
+            get.fail("has an entry in int_keys that is no path")
+        paths.append(tuple(path))
+    return paths
 
 
 def _is_planned(entry: object) -> bool:
     if not isinstance(entry, list) or len(entry) != 2:  # noqa: PLR2004  # name and path
         return False
-    fqn, path = entry
-    return isinstance(fqn, str) and isinstance(path, list) and set(map(type, path)) <= {str, int}
+    return isinstance(entry[0], str) and _is_path(entry[1])
+
+
+def _is_path(path: object) -> bool:
+    return isinstance(path, list) and set(map(type, path)) <= {str, int}

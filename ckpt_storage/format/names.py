@@ -1,6 +1,6 @@
-"""What is called how: the only place where paths, file names and element types are spelt.
+"""Paths and file names of a checkpoint, checks of foreign paths, and element types.
 
-`docs/format.md` section "Layout" is the specification of the paths.
+The section "Layout" of `docs/format.md` specifies the paths. No other module spells them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_storage.errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
-"""What Hugging Face calls the map from tensors to weight files."""
+"""Hugging Face's name of the map from tensors to weight files."""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
@@ -31,24 +31,24 @@ _PER_RANK_KEY = re.compile(r"per-rank-([0-9]{1,9})-of-([0-9]{1,9})")
 
 
 def per_rank_key(rank: int, world_size: int) -> str:
-    """Return the key under which a rank's own value lies in a nested state."""
+    """Return the key of the value of one rank in a nested state."""
     return f"per-rank-{rank}-of-{world_size}"
 
 
 def parse_per_rank_key(key: str) -> tuple[int, int] | None:
-    """Return rank and world size of such a key, None for any other key."""
+    """Return rank and world size of a key of `per_rank_key`, None for any other key."""
     match = _PER_RANK_KEY.fullmatch(key)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def new_save_id() -> str:
-    """Return an id for one save attempt: UTC time for people, 64 random bits for uniqueness."""
+    """Return a new id of an attempt: UTC time for people, 64 random bits for uniqueness."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return f"{stamp}-{os.urandom(8).hex()}"
 
 
 def new_write_id() -> str:
-    """Return a random token that identifies one create of a slot."""
+    """Return a random token of one attempt to create a slot."""
     return os.urandom(16).hex()
 
 
@@ -63,49 +63,49 @@ def slot_path(slot: int) -> str:
 
 
 def slot_number(name: str) -> int:
-    """Return the number of the slot whose file bears that name, 0 for any other name."""
+    """Return the number of the slot with this file name, 0 for any other name."""
     digits = name.removesuffix(".json")
     return int(digits) if digits.isascii() and digits.isdigit() and digits != name else 0
 
 
 def save_folder(save_id: str) -> str:
-    """Return the folder that belongs to one save attempt."""
+    """Return the folder of one attempt."""
     return f"{SAVES}/{save_id}"
 
 
 def manifest_path(save_id: str) -> str:
-    """Return the path of the manifest of one save attempt."""
-    return f"{SAVES}/{save_id}/manifest.json"
+    """Return the path of the manifest of one attempt."""
+    return f"{save_folder(save_id)}/manifest.json"
 
 
 def stock_copy_path(save_id: str) -> str:
     """Return the path of the immutable copy from which `.metadata` is published."""
-    return f"{SAVES}/{save_id}/stock.metadata"
+    return f"{save_folder(save_id)}/stock.metadata"
 
 
 def begun_path(save_id: str) -> str:
-    """Return the path of the file that shows that an attempt began, and when."""
+    """Return the path of the marker, which shows that an attempt began, and when."""
     return f"{save_folder(save_id)}/begun.json"
 
 
 def ranks_folder(save_id: str) -> str:
-    """Return the folder of the rank manifests of one save attempt."""
-    return f"{SAVES}/{save_id}/ranks"
+    """Return the folder of the rank manifests of one attempt."""
+    return f"{save_folder(save_id)}/ranks"
 
 
 def rank_manifest_path(save_id: str, rank: int) -> str:
     """Return the path of the manifest of one rank."""
-    return f"{SAVES}/{save_id}/ranks/rank-{rank:05d}.json"
+    return f"{ranks_folder(save_id)}/rank-{rank:05d}.json"
 
 
 def shard_name(rank: int, index: int) -> str:
-    """Return the file name of shard file `index` (from 0) of one rank, as stock torch spells it."""
+    """Return the file name of shard file `index` (from 0) of one rank, as in stock torch."""
     return f"__{rank}_{index}.distcp"
 
 
 def shard_path(save_id: str, rank: int, index: int) -> str:
     """Return the path of one shard file."""
-    return f"{SAVES}/{save_id}/{shard_name(rank, index)}"
+    return f"{save_folder(save_id)}/{shard_name(rank, index)}"
 
 
 def probe_path() -> str:
@@ -114,10 +114,9 @@ def probe_path() -> str:
 
 
 def path_flaw(path: str) -> str | None:
-    """Return why a path does not name a file below the root that it is joined to, None if it does.
+    """Return why a path is not safe to join to a root, None if it is.
 
-    The rule is the same for all storages: a name that one of them takes as it is, another one
-    resolves.
+    The rule is the same for all storages: some resolve names that others take literally.
     """
     if not _UNSAFE_PARTS.isdisjoint(path.split("/")):
         return "it has an empty part, '.' or '..'"
@@ -129,16 +128,15 @@ def path_flaw(path: str) -> str | None:
 
 
 def unsafe_path_error(path: str, *, where: str, flaw: str, next_step: str) -> UnsafeContentError:
-    """Return the error for a `path` with a `flaw`; `where` is the document or URL it is from."""
-    what = f"{where} names the file {path!r:.200}, which does not stay below its folder: {flaw}."
+    """Return the error for a `path` with a `flaw`, from the document or URL `where`."""
+    what = f"{where} names the file {path!r:.200}, which is unsafe: {flaw}."
     return UnsafeContentError(what, path=where, next_step=next_step)
 
 
 def checked_path(path: str, *, where: str) -> str:
-    """Return `path`, which the document `where` names, if it stays below the checkpoint.
+    """Return `path` from the document `where`. Raises `UnsafeContentError` if it is unsafe.
 
-    Raises `UnsafeContentError`. Unlike a listing, in which "epoch:5" is a folder, a document must
-    not name a path that begins with a scheme either.
+    A path in a document must not begin with a scheme either; in a listing, "epoch:5" is a folder.
     """
     flaw = path_flaw(path) or ("it begins with a scheme" if _SCHEME.match(path) else None)
     if flaw is None:
@@ -151,10 +149,9 @@ def checked_path(path: str, *, where: str) -> str:
 class DType:
     """One element type.
 
-    `name` is torch's without `torch.`; `item_bytes` is the size of one torch element
-    (`float4_e2m1fn_x2` holds two numbers in one element). None stands for a type that
-    safetensors or numpy does not have. `storage_class` names the typed storage in
-    torch.save's pickles, None where torch writes an untyped storage.
+    `name` is torch's without `torch.`. `item_bytes` is the size of one torch element; an element of
+    `float4_e2m1fn_x2` has two numbers. `safetensors` and `numpy` are None if they lack the type.
+    `storage_class` names the typed storage in pickles of `torch.save`; None: it is untyped.
     """
 
     name: str
@@ -195,8 +192,8 @@ _ALL = (
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _ALL})
-"""Every dtype that torch 2.13 can copy and that survives torch.save and torch.load.
+"""Every dtype that torch 2.13 can copy, save and load.
 
-Left out: the quantised ones, whose values need parameters that the bytes do not hold, and
-`int1` to `int7` and `uint1` to `uint7`, which torch.save refuses.
+Not quantised dtypes, whose values need parameters beside the bytes, and not `int1` to `int7` and
+`uint1` to `uint7`, which torch.save refuses.
 """

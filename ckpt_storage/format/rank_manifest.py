@@ -1,7 +1,7 @@
-"""What one rank wrote: its manifest as a value, with a strict codec, and checksums of its files.
+"""The manifest of one rank, with a strict codec of its JSON body, and checksums of its files.
 
-Tables stay columnar, in memory as on disk: a rank with 20,000 small tensors has a few columns,
-not 20,000 objects. `docs/format.md`, section "Rank manifest", specifies the document.
+Tables are columnar, in memory as in the document: a rank with 20,000 small tensors has a few
+columns, not 20,000 objects. The section "Rank manifest" of `docs/format.md` specifies it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_HASH = bytes(HASH_BYTES)
 
 
 class Vocabulary:
-    """What the items of a rank refer to by number, in the order of their first use."""
+    """The names, dtypes and boxes that items of a rank refer to, numbered in order of first use."""
 
     def __init__(self) -> None:
         self.fqns: dict[str, int] = {}
@@ -54,7 +54,7 @@ class Vocabulary:
         self.boxes: dict[Box, int] = {}
 
     def numbers(self, fqn: str, dtype: str | None, box: Box | None) -> tuple[int, int, int]:
-        """Return the numbers of the name, dtype and box of an item; -1 where a blob has none."""
+        """Return the numbers of name, dtype and box of an item; -1 for those that a blob lacks."""
         return (
             self.fqns.setdefault(fqn, len(self.fqns)),
             -1 if dtype is None else self.dtypes.setdefault(dtype, len(self.dtypes)),
@@ -64,16 +64,16 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """One shard file: where it is, its checksum, and its items in file order, as columns.
+    """One shard file: its path, its checksum, and its items in file order, as columns.
 
-    `fqn`, `dtype` and `box` are positions in the lists of the manifest; of a blob the last two are
-    -1. Positions are bytes from the start of the file. `block_crcs` holds the blocks of all
-    payloads one after another; `frame_crcs` has one entry more than there are items.
+    `fqn`, `dtype` and `box` are positions in the lists of the manifest; the last two are -1 for a
+    blob. Starts are bytes from the start of the file. `block_crcs` has the checksums of the blocks
+    of all payloads, one after another; `frame_crcs` has one entry more than there are items.
 
-    For saves that use this one as their base: `hashes` has the XXH3-128 of each payload, `NO_HASH`
-    for one that was not hashed, or is empty. `age` is how many saves before this one had the same
-    file, None for a file that is not expected to stay. `moving` are the items that changed after
-    they were expected to stay.
+    For saves that use this save as their base: `hashes` has the XXH3-128 of each payload, `NO_HASH`
+    for a payload that was not hashed, or is empty. `age` is the number of saves before this one
+    that had the same file, None for a file whose values are not expected to stay the same. `moving`
+    are the items that changed after they were expected to stay the same.
     """
 
     path: str
@@ -98,7 +98,7 @@ class ShardFile:
         return self.hashes[item * HASH_BYTES : (item + 1) * HASH_BYTES] or NO_HASH
 
     def block_starts(self) -> list[int]:
-        """Return, per item, the position of its first block in `block_crcs`, and the end."""
+        """Return the position of each item's first block in `block_crcs`, and the end."""
         counts = (-(-length // self.block_bytes) for length in self.payload_bytes)
         return list(itertools.accumulate(counts, initial=0))
 
@@ -113,7 +113,7 @@ class ShardFile:
         ]
 
     def combined_crc(self) -> int:
-        """Return the checksum of the whole file that those of its frames and blocks make up."""
+        """Return the checksum of the whole file, combined from those of its frames and blocks."""
         crcs, lengths, end = list[int](), list[int](), 0
         payloads = self.payload_crcs(range(len(self.fqn)))
         rows = zip(self.frame_crcs, self.payload_start, payloads, self.payload_bytes, strict=False)
@@ -130,11 +130,12 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
-    """What one rank wrote; its files refer to `fqns`, `dtypes` and `boxes`.
+    """The values that one rank wrote; its files refer to `fqns`, `dtypes` and `boxes`.
 
-    `ties` maps alias to target: what this rank wrote of both was the same memory. `unsafe` maps
-    names of blobs that only pickle can hold to what the pickle names. `unlinked_count` is how many
-    saves in a row, this one included, were to reuse files and could reuse none on this rank.
+    `ties` maps aliases to targets, with which they shared memory on this rank. `unsafe` maps names
+    of blobs that only pickle can hold to the class or function that the pickle names.
+    `unlinked_count` is the number of saves in a row, this one included, that could have reused
+    files and reused none on this rank.
     """
 
     save_id: str
@@ -199,17 +200,16 @@ class RankManifest:
         if self.unlinked_count:
             body["unlinked_count"] = self.unlinked_count
         return body | {
-            key: dict(said) for key in ("ties", "unsafe") if (said := getattr(self, key))
+            key: dict(names) for key in ("ties", "unsafe") if (names := getattr(self, key))
         }
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> RankManifest:
-        """Return the manifest that `body` describes; `where` names its file in errors.
+        """Return the manifest in a JSON body; `where` names its file in errors.
 
-        Raises `FormatError` for anything that contradicts itself.
+        Raises `FormatError` for a body that contradicts itself or the format.
         """
         get = Fields.of(body, "rank", where)
-        # Paths are made of it.
         save_id = get.value("save_id", str, ok=is_save_id)
         rank, fqns = get.count("rank"), get.names("fqns")
         dtypes, boxes = dtypes_of(get), boxes_from_json(get.object("boxes"))
@@ -238,9 +238,9 @@ class RankManifest:
 def checksums_of(
     document: RankManifest, file: ShardFile
 ) -> tuple[Sequence[int], Sequence[int], Sequence[str | None]]:
-    """Return the edges of the frames and blocks of a file, their checksums and their values.
+    """Return the edges of the frames and blocks of a file, their checksums and their FQNs.
 
-    There is one edge more. The value is None in a file without any.
+    There is one edge more. The FQN is None in a file without values.
     """
     edges, crcs, fqns = array("q"), array("I"), list[str | None]()
     frames, blocks, end = iter(file.frame_crcs), iter(file.block_crcs), 0
@@ -253,7 +253,7 @@ def checksums_of(
         starts = range(start, start + length, file.block_bytes)
         edges.extend(starts)
         crcs.extend(itertools.islice(blocks, len(starts)))
-        # The frame behind the last item follows from that item.
+        # The frame after the last item gets the FQN of that item.
         last = fqns[-1] if fqns else None
         fqns += [last if name < 0 else document.fqns[name]] * (len(edges) - len(fqns))
         end = start + length
@@ -262,7 +262,7 @@ def checksums_of(
 
 
 def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) -> IntegrityError:
-    """Return the error that says that what lies at a byte of a file is not what was written."""
+    """Return the error for a block of a file with a wrong checksum."""
     by = f" (written by rank {rank})" if rank is not None else ""
     what = f"a block of {fqn}" if fqn else "its content"
     what = (
@@ -273,7 +273,7 @@ def wrong_block(path: str, offset: int, *, fqn: str | None, rank: int | None) ->
 
 
 def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
-    """Return boxes as columns."""
+    """Return the JSON object of boxes: three columns."""
     return {
         "ndim": pack_column([len(box.offsets) for box in boxes]),
         "offsets": pack_column([n for box in boxes for n in box.offsets]),
@@ -282,7 +282,7 @@ def boxes_to_json(boxes: Sequence[Box]) -> dict[str, Any]:
 
 
 def boxes_from_json(get: Fields) -> list[Box]:
-    """Return the boxes that columns spell. Raises `FormatError`."""
+    """Return the boxes in three columns. Raises `FormatError`."""
     ndim = get.column("ndim", below=MAX_DIMS + 1)
     ends = np.cumsum(ndim).tolist()
     offsets, sizes = (
@@ -316,7 +316,7 @@ def ties_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
     for alias, target in ties.items():
         named = isinstance(target, str) and alias in known and target in known
         if not named or target in ties:
-            get.fail(f"has a tie of {alias!r:.80} to {target!r:.80} that cannot be")
+            get.fail(f"has an invalid tie of {alias!r:.80} to {target!r:.80}")
     return ties
 
 
@@ -325,17 +325,17 @@ def _unsafe_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
     known = frozenset(fqns) if unsafe else frozenset()
     for fqn, named in unsafe.items():
         if fqn not in known or not isinstance(named, str):
-            get.fail(f"calls {fqn!r:.80} unsafe in a way that cannot be")
+            get.fail(f"has an invalid entry for {fqn!r:.80} in unsafe")
     return unsafe
 
 
 def _file_of(
     get: Fields, path: str, fqn_count: int, item_bytes: Counts, volumes: Counts
 ) -> ShardFile:
-    """Return the file at `path` that a JSON object tells of; `volumes` has -1 for too much."""
+    """Return the file in a JSON object; `volumes` are those of the boxes, -1 if too large."""
     size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
     if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
-        get.fail(f"says that blocks of {path} have {block_bytes} bytes")
+        get.fail(f"has the invalid block length {block_bytes} for {path}")
     items = get.object("items")
     fqn = items.column("fqn", below=fqn_count)
     count = len(fqn)
@@ -348,13 +348,15 @@ def _file_of(
     before = np.concatenate((np.zeros(1, dtype=np.uint64), stop[:-1]))[:count]
     good = (before <= start) & (start <= payload) & (payload_stop <= stop)
     good &= (stop <= np.uint64(size_bytes)) & ((dtype < 0) == (box < 0))
-    held = (dtype >= 0) & (box >= 0)
-    if held.any():
-        held_bytes, each = positions[3][held], item_bytes[dtype[held]]
-        # Divided, because a product of 64 bits might wrap around.
-        good[held] &= (held_bytes % each == 0) & (held_bytes // each == volumes[box[held]])
+    is_chunk = (dtype >= 0) & (box >= 0)
+    if is_chunk.any():
+        chunk_bytes, element_bytes = positions[3][is_chunk], item_bytes[dtype[is_chunk]]
+        # A product of 64-bit integers might wrap around.
+        good[is_chunk] &= (chunk_bytes % element_bytes == 0) & (
+            chunk_bytes // element_bytes == volumes[box[is_chunk]]
+        )
     if not good.all():
-        get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
+        get.fail(f"has an invalid item {int(np.argmin(good))} of {path}")
     columns = (column.tolist() for column in (fqn, dtype, box, *positions))
     return ShardFile(
         path=path,

@@ -1,7 +1,4 @@
-"""The header of a safetensors file, read strictly and written.
-
-It reads no storage and sees no tensor bytes.
-"""
+"""A strict codec of the header of a safetensors file; it handles no tensor bytes."""
 
 from __future__ import annotations
 
@@ -45,10 +42,10 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """What the header of a safetensors file says; the bytes of `entries` begin at `data_offset`.
+    """The header of a safetensors file; the bytes of `entries` begin at `data_offset`.
 
-    A file that torch's DCP wrote as a shard has `saved_offsets`: per tensor, the position in
-    elements of what lies here in the whole tensor, whose shape no such file tells.
+    A shard that torch's DCP wrote has `saved_offsets`: for each tensor, the offsets of this file's
+    chunk in the whole tensor, in elements. The shape of the whole tensor is in no such file.
     """
 
     entries: Mapping[str, SafetensorsEntry]
@@ -63,11 +60,11 @@ def encode_safetensors_header(
     *,
     align_bytes: int = 8,
 ) -> bytes:
-    """Return the bytes of a safetensors file that stand before its data.
+    """Return the bytes of a safetensors file before its data.
 
-    `entries` lie one behind the other. The data begins at a multiple of `align_bytes`, itself a
-    multiple of 8. Raises `InvalidInputError` for what safetensors cannot say, and for a header
-    beyond the 100 MB that readers accept.
+    `entries` are adjacent. The data begins at a multiple of `align_bytes`, itself a multiple of 8.
+    Raises `InvalidInputError` for tensors that safetensors cannot hold, and for a header beyond the
+    100 MB that readers accept.
     """
     body: dict[str, object] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for entry in entries:
@@ -76,7 +73,7 @@ def encode_safetensors_header(
         if kind is None or kind.safetensors is None:
             why = f"has dtype {entry.dtype}, which safetensors lacks"
         elif entry.name in body or entry.name == _METADATA_KEY:
-            why = "has a name that is taken"
+            why = "has a name that is used twice"
         elif entry.dtype == _PAIRED and not shape:
             why = f"is a single {_PAIRED}"
         if why is not None or kind is None:
@@ -90,7 +87,7 @@ def encode_safetensors_header(
         text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            "A name or a metadata text is no valid Unicode.",
+            "A name or a metadata text is not valid Unicode.",
             next_step="Rename the tensor, or drop the metadata.",
         ) from error
     text += b" " * (-(_LENGTH_BYTES + len(text)) % align_bytes)
@@ -105,7 +102,7 @@ def parse_safetensors_header(
 ) -> SafetensorsHeader | NeedMoreBytes:
     """Return the header of the safetensors file of `file_bytes` that begins with `prefix`.
 
-    Raises `FormatError` for whatever the specification forbids, a dtype unknown here, and unusable
+    Raises `FormatError` for a violation of the specification, an unknown dtype, and unusable
     `DCP_SHARDING_INFO`.
     """
     try:
@@ -116,7 +113,7 @@ def parse_safetensors_header(
 
 
 class _BadHeaderError(Exception):
-    """What the file has or does."""
+    """The header is invalid; the text is a predicate, whose subject is the file."""
 
 
 def _parse(prefix: bytes, file_bytes: int) -> SafetensorsHeader | NeedMoreBytes:
@@ -143,7 +140,7 @@ def _parse(prefix: bytes, file_bytes: int) -> SafetensorsHeader | NeedMoreBytes:
             raise _BadHeaderError(f"has a hole or an overlap before the bytes of {entry.name!r}")
         end = entry.end
     if end != file_bytes - data_offset:
-        raise _BadHeaderError(f"has {file_bytes - data_offset} bytes of data; {end} belong there")
+        raise _BadHeaderError(f"has {file_bytes - data_offset} bytes of data instead of {end}")
     return SafetensorsHeader(
         entries={entry.name: entry for entry in entries},
         metadata=metadata,
@@ -153,7 +150,7 @@ def _parse(prefix: bytes, file_bytes: int) -> SafetensorsHeader | NeedMoreBytes:
 
 
 def _json_object(text: bytes, what: str) -> dict[str, Any]:
-    # The reference implementation allows blanks behind the object only.
+    # The reference implementation allows blanks after the object only.
     if not text.startswith(b"{"):
         raise _BadHeaderError(f"has a {what} that is no JSON object")
     try:
@@ -170,7 +167,7 @@ def _entry(name: str, value: object) -> SafetensorsEntry:
             raise _BadHeaderError(f"has no dtype, shape and data_offsets for {name!r}")
     kind = _DTYPE_OF_CODE.get(code)
     if kind is None:
-        raise _BadHeaderError(f"holds {name!r} with the dtype {code!r}, which is not known here")
+        raise _BadHeaderError(f"holds {name!r} with the unknown dtype {code!r}")
     shape = _sizes(name, sizes)
     start, end = _sizes(name, run)
     if kind.name == _PAIRED:
@@ -180,14 +177,14 @@ def _entry(name: str, value: object) -> SafetensorsEntry:
     if end - start != prod(shape) * kind.item_bytes:
         raise _BadHeaderError(
             f"holds {name!r} of dtype {code} and shape {list(shape)} in the bytes "
-            f"[{start}, {end}), which do not fit"
+            f"[{start}, {end}), which have another length"
         )
     return SafetensorsEntry(name=name, dtype=kind.name, shape=shape, start=start, end=end)
 
 
 def _sizes(name: str, values: list[Any]) -> tuple[int, ...]:
     if len(values) > MAX_DIMS or not is_int_list(values):
-        raise _BadHeaderError(f"has sizes or offsets that are no counts for {name!r}")
+        raise _BadHeaderError(f"has sizes or offsets for {name!r} that are no counts")
     return tuple(values)
 
 

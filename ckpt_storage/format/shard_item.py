@@ -1,7 +1,4 @@
-"""An item of a shard file, the zip that `torch.save` makes of one tensor: written and parsed.
-
-It moves no tensor bytes.
-"""
+"""A codec of tensor items, zip archives as `torch.save` writes them, without their payloads."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from .inert_pickle import (
 from .names import DTYPES, DType
 
 PAYLOAD_ALIGN_BYTES = 64
-"""Raw bytes in an item begin at a multiple of this, as in torch's own files."""
+"""Payloads begin at a multiple of this, as in torch's own files."""
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
@@ -42,12 +39,12 @@ _EXTRA64 = struct.Struct("<2H2Q")
 _UTF8_FLAG = 0x0800
 _MAX32 = 0xFFFFFFFF
 
-# A date outside 1980 to 2107 makes tools stumble; this is the first day of that span.
+# The first day that zip tools accept.
 _DOS_DATE = 0x0021
 _VERSION = 20
 _VERSION64 = 45
 
-# An extra field under an id that nobody reads; torch pads with it too.
+# The id of an extra field for padding, as in torch's files.
 _PADDING_ID = 0x4246
 _PICKLE_NAME = b"archive/data.pkl"
 _PAYLOAD_NAME = b"archive/data/0"
@@ -57,26 +54,26 @@ _RECORDS = (
     (b"archive/.storage_alignment", str(PAYLOAD_ALIGN_BYTES).encode()),
     (b"archive/byteorder", b"little"),
     (b"archive/version", b"3\n"),
-    # Torch puts a hash of names and CRCs here, and only logs it; zeros say "not computed".
+    # Torch writes a hash of names and CRCs here, and only logs it; zeros mean "not computed".
     (b"archive/.data/serialization_id", b"0" * 40),
 )
 
 
 @lru_cache(maxsize=2048)
 def tensor_envelope(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return head and tail, which turn a tensor's raw bytes into an item that `torch.load` reads.
+    """Return the head and tail that make an item for `torch.load` of the raw bytes of a tensor.
 
     Head + raw bytes (little-endian, C order) + tail is a zip, beyond 4 GiB a zip64, with the
     records that torch 2.13's `torch.save` writes for a plain contiguous CPU tensor. The head ends
-    at a multiple of `PAYLOAD_ALIGN_BYTES`. The CRC-32 of the raw bytes in it is 0, because it is
-    written before they are known. Torch checks none; `unzip -t` reports it. Raises
+    at a multiple of `PAYLOAD_ALIGN_BYTES`. It has the CRC-32 0 for the raw bytes, because it is
+    written before they are known; torch does not check it, and `unzip -t` reports it. Raises
     `InvalidInputError` for an unknown dtype or a negative size.
     """
     kind = DTYPES.get(dtype)
     if kind is None or min(shape, default=0) < 0:
         raise InvalidInputError(
             f"A tensor of dtype {dtype!r} and shape {shape} cannot be stored.",
-            next_step=f"Use sizes from 0 on and one of the dtypes {', '.join(DTYPES)}.",
+            next_step=f"Use sizes of 0 or more and one of the dtypes {', '.join(DTYPES)}.",
         )
     element_count = prod(shape)
     payload_bytes = element_count * kind.item_bytes
@@ -107,7 +104,7 @@ def _headers(
     extra: bytes = b"",
     padding: bytes = b"",
 ) -> tuple[bytes, bytes]:
-    """Return what stands before a record, and its entry in the central directory."""
+    """Return the local header of a record, and its entry in the central directory."""
     fields = (version, _UTF8_FLAG, 0, 0, _DOS_DATE, crc, stored_bytes, stored_bytes, len(name))
     local = _LOCAL.pack(_LOCAL_MAGIC, *fields, len(extra + padding))
     entry = _CENTRAL.pack(b"PK\x01\x02", version, *fields, len(extra), 0, 0, 0, 0, offset)
@@ -127,7 +124,7 @@ def _end_of_zip(central_start: int, central_bytes: int) -> bytes:
 
 
 def _tensor_pickle(kind: DType, shape: tuple[int, ...], element_count: int) -> bytes:
-    """Return what torch pickles for a contiguous tensor, without its unused memo entries."""
+    """Return torch's pickle of a contiguous tensor, without the unused memo entries."""
     rebuild, storage, last = b"_rebuild_tensor_v2", b"torch\n", b""
     if kind.storage_class is not None:
         storage += kind.storage_class.encode()
@@ -151,7 +148,7 @@ def _tensor_pickle(kind: DType, shape: tuple[int, ...], element_count: int) -> b
 
 
 def _pickled(value: object) -> bytes:
-    """Return the opcodes that make a plain value."""
+    """Return the opcodes of a plain value."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, 2)
     pickler.fast = True
@@ -161,9 +158,9 @@ def _pickled(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeedMoreBytes:
-    """The header does not end in these bytes; read again at least `total_bytes` from its start.
+    """The header is longer than the bytes: read at least `total_bytes` from its start.
 
-    That may be a guess, and the same answer may come again with a larger number.
+    The number may be a guess: parse again, and read more if necessary.
     """
 
     total_bytes: int
@@ -171,7 +168,7 @@ class NeedMoreBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemHeader:
-    """Where the raw bytes of a plain tensor, C-ordered and little-endian, lie in its item."""
+    """The place of the raw bytes of a plain tensor, C-ordered and little-endian, in its item."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -179,11 +176,11 @@ class ItemHeader:
     payload_bytes: int
 
 
-# Torch's own heads are about 1 KiB; whatever needs more than this is not plain.
+# Torch's heads have about 1 KiB; an item with a longer head is not plain.
 _MAX_HEAD_BYTES = 1 << 20
 _GUESS_BYTES = 4096
 
-# Magic, CRC-32 and two lengths of 32 bits: only records behind 4 GiB have longer ones.
+# Magic, CRC-32 and two 32-bit lengths; only records beyond 4 GiB have longer descriptors.
 _DESCRIPTOR_BYTES = 16
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
 _DESCRIPTOR_FLAG = 0x0008
@@ -197,7 +194,7 @@ _KINDS: dict[tuple[str | None, ...], tuple[DType, int]] = {
     **{(_TYPED_REBUILD, storage): (kind, kind.item_bytes) for storage, kind in _TYPED.items()},
     **{(_UNTYPED_REBUILD, _UNTYPED_STORAGE, name): (kind, 1) for name, kind in _DTYPES.items()},
 }
-"""The dtype, and the unit that the storage is counted in (bytes), by what a tensor is made of."""
+"""The dtype, and the bytes of the unit of the storage's size, by the names in the pickle."""
 
 _ALLOWED: Allowed = {
     **dict.fromkeys((_TYPED_REBUILD, _UNTYPED_REBUILD, _PARAMETER_REBUILD, _UNTYPED_STORAGE)),
@@ -207,26 +204,26 @@ _ALLOWED: Allowed = {
 
 
 class _NotPlainError(Exception):
-    """The item is one for `torch.load` to read."""
+    """Only `torch.load` can read the item."""
 
 
 class _TooShortError(Exception):
-    """At least as many bytes of the item are needed as its argument says."""
+    """The parser needs the first `args[0]` bytes of the item."""
 
 
 def parse_tensor_item(
     head: bytes, *, item_bytes: int, path: str | None = None
 ) -> ItemHeader | NeedMoreBytes | None:
-    """Find dtype, shape and raw bytes of a tensor in the first bytes of its item.
+    """Return dtype, shape and place of the raw bytes of a tensor from the first bytes of its item.
 
-    Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope` returns,
-    without running the pickle inside; 4 KiB of `head` are nearly always enough. None if the item is
-    no plain contiguous tensor or parameter that fills its storage: the whole item, of `item_bytes`,
-    is one for `torch.load(weights_only=True)`. Raises `FormatError` for bytes that are no zip, and
-    for an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
+    Reads items of `torch.save` of torch 2.0 and later, and of `tensor_envelope`, without running
+    the pickle inside; 4 KiB of `head` are nearly always enough. None if the item is not a plain
+    contiguous tensor or parameter that fills its storage: then `torch.load(weights_only=True)` has
+    to read the whole item, of `item_bytes`. Raises `FormatError` for bytes that are no zip, and for
+    an item that ends before its tensor; `IntegrityError` for a record with a wrong CRC-32.
     """
     if not head.startswith(_LOCAL_MAGIC[: len(head)]):
-        what = f"The item of {path or 'a shard file'} does not begin as an item of torch.save does."
+        what = f"An item of {path or 'a shard file'} does not begin as items of torch.save do."
         raise FormatError(
             what, path=path, next_step="Check that its offset comes from the metadata beside it."
         )
@@ -243,14 +240,14 @@ def parse_tensor_item(
         if item.payload_offset + item.payload_bytes <= item_bytes:
             return item
     what = (
-        f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
-        "before the tensor that it announces."
+        f"An item of {path or 'a shard file'} ends after {item_bytes} bytes, before the end of its "
+        "tensor."
     )
     raise FormatError(what, path=path, next_step=DAMAGED)
 
 
 def _parse_item(head: bytes, path: str | None) -> ItemHeader:
-    """Walk the local headers up to the payload's; what lies behind it is not looked at."""
+    """Parse the local headers up to that of the payload."""
     plain: tuple[DType, tuple[int, ...], bytes] | None = None
     at = 0
     while True:
@@ -263,7 +260,7 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
             raise _NotPlainError
         start = name_start + name_bytes + extra_bytes
         _need(head, start)
-        # The first part is the archive's own name, which torch takes from the file's.
+        # The first component is the name of the archive, which torch takes from the file name.
         name = head[name_start : name_start + name_bytes].partition(b"/")[2]
         if name.startswith(b"data/"):
             if plain is None or name != plain[2]:
@@ -275,7 +272,7 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
             )
         end = at = start + stored_bytes
         if flags & _DESCRIPTOR_FLAG:
-            # Length and CRC stand behind the content instead.
+            # Length and CRC follow the content instead.
             end = _described_end(head, start)
             crc = int.from_bytes(head[end + 4 : end + 8], "little")
             at = end + _DESCRIPTOR_BYTES
@@ -285,7 +282,7 @@ def _parse_item(head: bytes, path: str | None) -> ItemHeader:
         if crc and crc != zlib.crc32(content):
             what = (
                 f"The record {name.decode(errors='replace')!r} of an item of "
-                f"{path or 'a shard file'} is damaged, {start} bytes behind the item's start."
+                f"{path or 'a shard file'} is damaged, {start} bytes after the start of the item."
             )
             raise IntegrityError(what, path=path, next_step=DAMAGED)
         if name == b"data.pkl":
@@ -300,7 +297,7 @@ def _need(head: bytes, total_bytes: int) -> None:
 
 
 def _described_end(head: bytes, start: int) -> int:
-    """Return where the content at `start` ends, whose length stands only behind it."""
+    """Return the end of the content at `start`, whose length follows it in a descriptor."""
     end = head.find(_DESCRIPTOR_MAGIC, start)
     while 0 <= end <= len(head) - _DESCRIPTOR_BYTES:
         if int.from_bytes(head[end + 8 : end + 12], "little") == end - start:
@@ -310,7 +307,7 @@ def _described_end(head: bytes, start: int) -> int:
 
 
 def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
-    """Return dtype, shape and record of a tensor that is contiguous and fills its storage."""
+    """Return dtype, shape and record name of a contiguous tensor that fills its storage."""
     match value:
         case Record(name=name, args=(inner, bool(), Pairs() as hooks), state=None) if (
             name == _PARAMETER_REBUILD and not hooks
@@ -342,13 +339,13 @@ def _plain_tensor(value: object) -> tuple[DType, tuple[int, ...], bytes]:
 
 
 def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> bool:
-    """Return whether the elements lie in C order without gaps; False for what are no sizes."""
+    """Return whether the elements are in C order without gaps; False for invalid sizes."""
     sizes = [size for size in shape if type(size) is int and size >= 0]
     if len(sizes) != len(shape) or len(stride) != len(shape):
         return False
     step = 1
     for size, actual in zip(reversed(sizes), reversed(stride), strict=True):
-        # Nothing is ever stepped over along a dimension of one element.
+        # The stride of a dimension with one element does not matter.
         if size != 1 and actual != step and 0 not in sizes:
             return False
         step *= size

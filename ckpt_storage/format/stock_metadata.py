@@ -1,7 +1,6 @@
-"""The `.metadata` file of DCP: torch's pickle, read without running any of it.
+"""A decoder of DCP's `.metadata`, torch's pickle, that runs none of it and imports no torch.
 
-It reads no storage, imports no torch, and judges neither whether the chunks cover their tensors
-nor whether the files exist.
+It does not check that chunks cover their tensors, or that files exist.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from .names import DTYPES, STOCK_METADATA, checked_path
 _MAX_FIELDS = 64
 
 MAX_STOCK_BYTES = 4 << 30
-"""Of `.metadata`: that of ten thousand ranks with two thousand tensors each has 3.4 GB."""
+"""The limit for `.metadata`. With 10,000 ranks and 2,000 tensors each, it has 3.4 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockItem:
-    """Where one item lies: `length` bytes from `offset` on, in a file below the checkpoint.
+    """The place of one item: `length` bytes at `offset` of a file below the checkpoint.
 
-    `transforms` names what a reader has to undo, in that order; mostly nothing.
+    `transforms` names the transforms that a reader has to undo, in this order.
     """
 
     relative_path: str
@@ -48,11 +47,11 @@ class StockItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockMetadata:
-    """What a stock `.metadata` says.
+    """The content of a stock `.metadata`.
 
-    A dtype may be missing in `DTYPES`. `blobs` are the FQNs of what is no tensor. `paths` maps
-    an FQN to the keys and indices that lead to it in the nested state dict; None where a planner
-    kept something else or nothing. `items` are by FQN and chunk offsets, None for a blob.
+    A dtype may be missing in `DTYPES`. `paths` maps an FQN to its path in the nested state dict;
+    None if the planner data is of another form. `items` are by FQN and chunk offsets, None for a
+    blob.
     """
 
     tensors: Mapping[str, TensorRecord]
@@ -62,12 +61,12 @@ class StockMetadata:
 
 
 def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMetadata:
-    """Return what the `.metadata` file with these bytes says.
+    """Return the content of a `.metadata` file.
 
-    Only the classes that stock torch pickles there are accepted; nothing named in the file is
-    imported or called. Bytes behind the pickle are allowed. Raises `UnsafeContentError` for another
-    class or function and for an item path that leaves the checkpoint's folder; `FormatError` for
-    bytes that are cut short, are no pickle of that kind, or are too many.
+    Accepts only the classes that stock torch pickles there, and imports and calls none of them.
+    Bytes after the pickle are allowed. Raises `UnsafeContentError` for another class or function
+    and for an item path that leaves the checkpoint's folder, and `FormatError` for a pickle that is
+    truncated, of another kind, or too long.
     """
     if len(data) > MAX_STOCK_BYTES:
         raise _unusable(path, f"is {len(data)} bytes long; {MAX_STOCK_BYTES} is the limit")
@@ -76,7 +75,7 @@ def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMe
     except ForbiddenGlobalError as error:
         raise UnsafeContentError(
             f"{path} names '{error}', which stock torch does not write there; "
-            "loading it with torch might run code. Nothing was run.",
+            "loading it with torch might run code. Nothing was executed.",
             path=path,
             next_step="Do not load this checkpoint with torch; find out who wrote it.",
         ) from error
@@ -125,7 +124,7 @@ def _build_size(args: tuple[object, ...]) -> object:
 
 
 def _build_enum_member(args: tuple[object, ...]) -> object:
-    """Accept what Python 3.11.0 to 3.11.3 pickles for an enum member (bpo-44342)."""
+    """Accept the call that Python 3.11.0 to 3.11.3 pickles for an enum member (bpo-44342)."""
     match args:
         case (Global(name=name), str()) if name in _ENUMS:
             return None
@@ -161,9 +160,9 @@ def _text(value: object) -> str:
 
 
 def _fields(value: object, name: str) -> dict[str, object]:
-    """Return the attributes of a stand-in of the class `name`."""
+    """Return the attributes of an instance of the class `name`."""
     match value:
-        # No class has as many as a hostile file could name.
+        # A hostile file may name more attributes than any class has.
         case Record(name=kind, args=(), state=Pairs() as state) if (
             kind == name and len(state) <= _MAX_FIELDS
         ):
@@ -171,17 +170,17 @@ def _fields(value: object, name: str) -> dict[str, object]:
             if len(fields) < len(state):
                 raise PickleMalformedError("an attribute name of an object occurs twice")
             return fields
-    raise PickleMalformedError(f"something else stands where {name!r} belongs")
+    raise PickleMalformedError(f"it has another value in place of a {name!r}")
 
 
 def _pairs(value: object) -> Pairs:
     if not isinstance(value, Pairs):
-        raise PickleMalformedError("something else stands where a dict belongs")
+        raise PickleMalformedError("it has another value in place of a dict")
     return value
 
 
 class _Decoder:
-    """Turns stand-ins into values, and stops when a file repeats itself without end."""
+    """Turns inert values into a `StockMetadata`, within a budget against endless repetition."""
 
     def __init__(self, path: str, budget: int) -> None:
         self._path = path
@@ -211,7 +210,7 @@ class _Decoder:
     def _tensor(self, value: object) -> TensorRecord:
         fields = _fields(value, _TENSOR)
         match fields.get("properties"):
-            # Torch 2.15 adds strides to the five that there were. None but the first counts.
+            # Torch 2.15 adds strides to the five properties. Only the first, the dtype, is used.
             case Record(name=name, args=(), state=(Global(name=dtype), _, _, _, _, *_)) if (
                 name in _PROPERTIES and dtype in _DTYPES
             ):
@@ -228,19 +227,19 @@ class _Decoder:
 
     def _items(self, value: object) -> dict[tuple[str, tuple[int, ...] | None], StockItem]:
         items: dict[tuple[str, tuple[int, ...] | None], StockItem] = {}
-        # Some writers, such as torch's for safetensors, keep no table of items.
+        # Some writers, such as torch's for safetensors, write no table of items.
         for index, info in Pairs() if value is None else _pairs(value):
-            named, lies = _fields(index, _INDEX), _fields(info, _INFO)
-            at, transforms = named.get("offset"), lies.get("transform_descriptors") or ()
+            named, place = _fields(index, _INDEX), _fields(info, _INFO)
+            at, transforms = named.get("offset"), place.get("transform_descriptors") or ()
             key = (_text(named.get("fqn")), None if at is None else _counts(at))
             if key in items:
                 raise PickleMalformedError(f"{key[0]!r:.200} is stored twice")
             if not isinstance(transforms, tuple | list):
                 raise PickleMalformedError("the transforms of an item are no list")
             self._spend(1 + len(transforms))
-            offset, length = _counts((lies.get("offset"), lies.get("length")))
+            offset, length = _counts((place.get("offset"), place.get("length")))
             items[key] = StockItem(
-                relative_path=checked_path(_text(lies.get("relative_path")), where=self._path),
+                relative_path=checked_path(_text(place.get("relative_path")), where=self._path),
                 offset=offset,
                 length=length,
                 transforms=tuple(map(_text, transforms)),

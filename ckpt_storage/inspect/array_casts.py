@@ -1,4 +1,4 @@
-"""Casts of arrays to another dtype, by the rules of `casts=` for loads."""
+"""Casts of numpy arrays to another dtype, by the rules of `casts=` of loads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def cast_array(array: NDArray[Any], dtype: DTypeLike, casts: Casts, fqn: str) ->
             result = array.astype(target, copy=False)
         if casts == "any" or np.can_cast(array.dtype, target, "safe"):
             return result
-        differing = _differs(array, result)
-        unfit = differing if casts == "exact" or target.kind in "iub?" else _unfit(array, result)
-        refused = np.argwhere(differing & unfit)
+        is_exact = casts == "exact" or target.kind in "iub?"
+        refused = np.argwhere(_refused(array, result, is_exact=is_exact))
     if len(refused):
         first = tuple(refused[0])
         raise InvalidInputError(
@@ -36,21 +35,20 @@ def cast_array(array: NDArray[Any], dtype: DTypeLike, casts: Casts, fqn: str) ->
     return result
 
 
-def _differs(array: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which elements are not equal as numbers; NaN equals NaN."""
-    wide = np.clongdouble if "c" in (array.dtype.kind, result.dtype.kind) else np.longdouble
-    before, after = array.astype(wide), result.astype(wide)
-    differing: NDArray[np.bool_] = (before != after) & ~(np.isnan(before) & np.isnan(after))
-    return differing
+def _refused(array: NDArray[Any], result: NDArray[Any], *, is_exact: bool) -> NDArray[np.bool_]:
+    """Return which elements of a cast are refused. NaN equals NaN.
 
-
-def _unfit(array: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which elements became infinite or NaN, or lost an imaginary part."""
+    An exact cast refuses every change of a number. Others refuse a finite number that becomes
+    infinite or NaN, an infinity that becomes another value, and the loss of an imaginary part.
+    """
     is_complex = "c" in (array.dtype.kind, result.dtype.kind)
     wide = np.clongdouble if is_complex else np.longdouble
     before, after = array.astype(wide), result.astype(wide)
-    unfit: NDArray[np.bool_] = np.isfinite(before) & ~np.isfinite(after)
-    unfit |= np.isinf(before) & ~np.isinf(after)
-    if array.dtype.kind == "c" and result.dtype.kind != "c":
-        unfit |= array.imag != 0
-    return unfit
+    refused: NDArray[np.bool_] = (before != after) & ~(np.isnan(before) & np.isnan(after))
+    if not is_exact:
+        is_unfit = np.isfinite(before) & ~np.isfinite(after)
+        is_unfit |= np.isinf(before) & ~np.isinf(after)
+        if array.dtype.kind == "c" and result.dtype.kind != "c":
+            is_unfit |= array.imag != 0
+        refused &= is_unfit
+    return refused

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: a checkpoint as a mapping from FQN to what it holds, read when asked for."""
+"""`open_checkpoint`: a checkpoint as a mapping from FQN to values, which are read on access."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .torchload import Device
 
 
-_MOST_LINES = 12
+_MAX_LINES = 12
 _STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
@@ -45,15 +45,15 @@ def open_checkpoint(
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
 ) -> Checkpoint:
-    """Return what lies at a URL or path, as a mapping from FQN to `LazyTensor` or object.
+    """Return the checkpoint at a URL or path, a mapping from FQN to `LazyTensor` or object.
 
-    Opens checkpoints of ours, stock DCP's, torch's sharded safetensors and Hugging Face folders, by
-    their documents alone: three small reads for one of ours. Small documents that this process has
-    opened there before are not read again; `verify` reads them. Runs no code from the checkpoint,
-    unless `unsafe_pickle` lets objects be unpickled that torch does not load with
-    `weights_only=True`. `casts` is as for `load`: what `numpy.asarray(tensor, dtype)` may do to
-    values. `timeout` is how long no bytes may arrive. Any process; not
-    collective; changes nothing.
+    Opens checkpoints of this package, stock DCP checkpoints, torch's sharded safetensors and
+    Hugging Face folders by their documents; one of this package takes three small reads. Small
+    documents that this process has opened there before are not read again, except by `verify`. Runs
+    no code of the checkpoint, unless `unsafe_pickle` permits to unpickle objects that torch does
+    not load with `weights_only=True`. `casts`, as for `load`, decides which values
+    `numpy.asarray(tensor, dtype)` may change. A read fails when no bytes arrive for `timeout`. Any
+    process; not collective; changes nothing.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`, `InvalidInputError`.
@@ -73,17 +73,17 @@ def open_checkpoint(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """An open checkpoint, made by `open_checkpoint`: FQN -> `LazyTensor`, or object if it is none.
+    """An open checkpoint: FQN -> `LazyTensor`, or the object. Made by `open_checkpoint`.
 
-    It stays at the save that was found when it was opened. Once that save has been deleted or
+    It stays at the save that was the head when it was opened. Once that save has been deleted, or
     superseded and freed, reads raise `CheckpointGoneError`; they never return bytes of another
-    save. As a context manager it is closed at the end of the block.
+    save. As a context manager, it is closed at the end of the block.
     """
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
-    def __getitem__(self, fqn: str) -> Any:  # noqa: ANN401  # a LazyTensor, or what was saved
+    def __getitem__(self, fqn: str) -> Any:  # noqa: ANN401  # a LazyTensor or an object
         if fqn in self._handle.source.blobs:
             return read_objects(self._handle, [fqn])[fqn]
         return self._tensor(fqn)
@@ -95,31 +95,31 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._handle.values)
 
     def __contains__(self, fqn: object) -> bool:
-        # Mapping's own would read the object to find out.
+        # The method of Mapping would read the object.
         return fqn in self._handle.values
 
-    # Mapping compares all values, which would read the whole checkpoint; `diff` does that.
+    # The method of Mapping would read the whole checkpoint; `diff` compares values.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     @property
     def url(self) -> str:
-        """Where it lies, without credentials."""
+        """The URL of the checkpoint, without credentials."""
         return self._handle.url
 
     @property
     def format(self) -> SourceFormat:
-        """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors"."""
+        """The format: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors"."""
         return self._handle.source.format
 
     @property
     def save_id(self) -> str | None:
-        """The save that is read; None where the format has no such thing."""
+        """The id of the open save; None if the format has no save ids."""
         return self._handle.source.save_id
 
     @property
     def info(self) -> CheckpointInfo:
-        """What its commit record tells: name, step, metrics, time."""
+        """Name, step, metrics and time, from the commit record."""
         source = self._handle.source
         if isinstance(source, CommittedSource):
             return CheckpointInfo.of(self.url, source.record)
@@ -128,9 +128,9 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The step recorded with the save, else the one that its name tells, else None.
+        """The step that was recorded with the save, else the step in the name, else None.
 
-        A name tells it by a number at its end, alone or behind `step`, `iter`, `iteration`,
+        The step in a name is a number at its end, alone or after `step`, `iter`, `iteration`,
         `checkpoint` or `ckpt`: `step-1000`, `checkpoint-500`, `epoch=3-step=7`, but not `gpt-2`.
         """
         if self.info.step is not None:
@@ -140,18 +140,18 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that saved it; None where the format does not tell."""
+        """The number of ranks that saved it; None if the format does not record it."""
         manifest = self._handle.manifest
         return None if manifest is None else manifest.world_size
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """The size of all tensors in bytes."""
         return sum(entry.size_bytes for entry in self.entries())
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """The files that hold the values, in order of their names."""
+        """The files that hold the values, sorted by name."""
         handle, source = self._handle, self._handle.source
         if isinstance(source, CommittedSource):
             files, groups = source.manifest.files, source.manifest.groups
@@ -166,27 +166,27 @@ class Checkpoint(Mapping[str, Any]):
                 for (ref, rank), group in zip(files, groups or [""] * len(files), strict=True)
             )
         with handle.session("Listing") as store:
-            seen = {path: size_bytes for path, (size_bytes, _) in source.versions.of.items()}
+            sizes = {path: size_bytes for path, (size_bytes, _) in source.versions.of.items()}
             return tuple(
-                StoredFile(path=path, size_bytes=seen.get(path) or store.stat(path).size_bytes)
+                StoredFile(path=path, size_bytes=sizes.get(path) or store.stat(path).size_bytes)
                 for path in sorted(source.paths)
             )
 
     @property
     def history(self) -> tuple[SlotRecord, ...]:
-        """What was done to this checkpoint, oldest first, as its commit slots say now.
+        """The current records of all commit slots, oldest first.
 
         A record has `slot`, `type` ("commit", "fence" or "deleted"), `save_id`, `created_at`
-        (RFC 3339, the writer's clock), `host` and `pid`. Costs a small read per slot. Empty where
-        the format keeps no history.
+        (RFC 3339, the writer's clock), `host` and `pid`. Costs a small read for each slot. Empty if
+        the format has no history.
         """
         handle, source = self._handle, self._handle.source
         if not isinstance(source, CommittedSource):
             return ()
         with handle.session("Reading the history of") as store:
             last = slotlog.read_log(store, known=source.record).last_slot
-            looks = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
-            return tuple(one for one in some_at_once(looks, handle.options.thread_count) if one)
+            reads = [partial(slotlog.read_slot, store, slot) for slot in range(1, last + 1)]
+            return tuple(filter(None, some_at_once(reads, handle.options.thread_count)))
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
@@ -207,11 +207,12 @@ class Checkpoint(Mapping[str, Any]):
     ) -> dict[str, Any]:
         """Read whole values, all tensors in one batch, and return them by FQN.
 
-        `names` are names, or a function that says of each whether it is wanted; `prefix` chooses
-        those that begin with it; both narrow, neither means everything. Tensors come as arrays of
-        their own, or with `kind="torch"` as tensors on `device`. `progress=True` shows a bar.
+        `names` are names, or a predicate of names; `prefix` selects the names that begin with it.
+        With both, a value must match both; with neither, all values are read. Tensors are returned
+        as new numpy arrays, or with `kind="torch"` as tensors on `device`. `progress=True` shows a
+        bar.
 
-        Raises `KeyError` for a name that is not there and a prefix that no name has, otherwise as
+        Raises `KeyError` for a missing name and for a prefix that no name has, otherwise as
         indexing a `LazyTensor`.
         """
         handle = self._handle
@@ -221,13 +222,13 @@ class Checkpoint(Mapping[str, Any]):
         tensors = [self._tensor(fqn) for fqn in chosen if fqn in handle.tensors]
         made: Callable[[Any, str], Any] = elements_of
         if kind == "torch":
-            from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
+            from .torchload import tensor_of  # noqa: PLC0415  # imports torch
 
             made = partial(tensor_of, device=device)
         elif kind != "numpy":
             raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
-        elif unknown := [one for one in tensors if numpy_name(one.dtype) is None]:
-            listing = ", ".join(f"{one.fqn} ({one.dtype})" for one in unknown)
+        elif unknown := [tensor for tensor in tensors if numpy_name(tensor.dtype) is None]:
+            listing = ", ".join(f"{tensor.fqn} ({tensor.dtype})" for tensor in unknown)
             what = f"numpy has no types for {len(unknown)} tensors: {listing}."
             raise CheckpointError(what, next_step="Pass kind='torch', or load the others by name.")
         total_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -241,16 +242,16 @@ class Checkpoint(Mapping[str, Any]):
         return {fqn: values[fqn] for fqn in chosen}
 
     def stats(self, fqn: str, *, bin_count: int = 64, progress: Progress = None) -> TensorStats:
-        """Return mean, spread, extremes, NaN and Inf counts and a histogram of one tensor.
+        """Return mean, deviation, extremes, NaN and Inf counts and a histogram of one tensor.
 
-        Reads it in pieces, twice if it does not fit into the memory limit. `progress=True` shows a
-        bar. Raises `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
+        Reads it in pieces, twice if it exceeds the memory limit. `progress=True` shows a bar.
+        Raises `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
         """
         tensor = self._tensor(fqn)
         if tensor.dtype.startswith("complex"):
             raise InvalidInputError(
                 f"{fqn} is complex: its elements have no order.",
-                next_step="Read it, and look at its real and imaginary parts.",
+                next_step="Read it, and compute statistics of its real and imaginary parts.",
             )
         is_held = tensor.nbytes <= self._handle.piece_bytes
         total_bytes = tensor.nbytes * (1 if is_held else 2)
@@ -260,9 +261,9 @@ class Checkpoint(Mapping[str, Any]):
                 for _, (words,) in walk([self._handle], [fqn], on_bytes=on_bytes):
                     yield elements_of(words, tensor.dtype)
 
-            held = list(read()) if is_held else None
+            pieces = list(read()) if is_held else None
             facts = {"dtype": tensor.dtype, "shape": tensor.shape, "count": tensor.size}
-            return summarise(lambda: held or read(), bin_count=bin_count, fqn=fqn, **facts)
+            return summarise(lambda: pieces or read(), bin_count=bin_count, fqn=fqn, **facts)
 
     def diff(
         self,
@@ -275,21 +276,21 @@ class Checkpoint(Mapping[str, Any]):
         atol: float = 0.0,
         progress: Progress = None,
     ) -> CheckpointDiff:
-        """Compare with another checkpoint, streamed: names, shapes, types, values.
+        """Compare names, shapes, dtypes and values with another checkpoint, in bounded memory.
 
-        Whatever their shardings and formats. `other` may be a URL, opened without storage options.
-        `values=False` reads no tensor. Elements are alike within `rtol` and `atol`, NaN and NaN
-        always. `names` and `prefix` narrow as in `load`; names may be in either one only.
+        Shardings and formats may differ. `other` may be a URL, which is opened without storage
+        options. `values=False` reads no tensor. Elements are equal within `rtol` and `atol`; NaN
+        equals NaN. `names` and `prefix` select as in `load`; a name may be in one checkpoint only.
 
-        Raises what reading raises, and `KeyError` for a name that is in neither.
+        Raises as reads do, and `KeyError` for a name that is in neither checkpoint.
         """
         chosen: dict[str, Any] = {"names": names, "prefix": prefix, "values": values}
         return diff(self, other, **chosen, rtol=rtol, atol=atol, progress=progress)
 
     def verify(self, *, deep: bool = True) -> VerifyReport:
-        """Check every byte of the save that is open, and report all damage; see `verify`.
+        """Check every byte of the open save, and report all damage; see `verify`.
 
-        Raises `CheckpointGoneError` if another save has taken its place.
+        Raises `CheckpointGoneError` if another save has replaced it.
         """
         handle = self._handle
         report = verify(handle.location.target, deep=deep, **handle.arguments)
@@ -300,7 +301,7 @@ class Checkpoint(Mapping[str, Any]):
         return report
 
     def close(self) -> None:
-        """Refuse reads from now on; idempotent. Clients stay for the next to open."""
+        """Refuse further reads; idempotent. Clients stay open for other checkpoints."""
         self._handle.close()
 
     def __enter__(self) -> Self:
@@ -310,9 +311,9 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
     def _tensor(self, fqn: str) -> LazyTensor:
-        """Return a tensor, unread. Raises `KeyError` if none has this name."""
+        """Return a tensor without reading it. Raises `KeyError`."""
         if fqn in self._handle.source.blobs:
-            raise KeyError(f"{fqn!r:.200} in {self.url} is an object, no tensor")
+            raise KeyError(f"{fqn!r:.200} in {self.url} is an object, not a tensor")
         if fqn not in self._handle.tensors:
             raise self._handle.unknown(fqn)
         info = self._handle.tensors[fqn]
@@ -334,14 +335,14 @@ class Checkpoint(Mapping[str, Any]):
             "saved": info.created_at,
             "save": info.save_id,
         }
-        # Whoever saved chose the names of metrics: none may take the place of a fact.
+        # With a prefix, because a saver may name a metric like a fact.
         facts.update((f"metric {name}", f"{value:.6g}") for name, value in info.metrics.items())
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {value}" for name, value in self._facts().items())
-        lines = self.tree(1).lines(_MOST_LINES, "… tree(depth=2) shows more")
-        return "\n  ".join([shown(f"<Checkpoint {self.url}>"), shown(told), *lines])
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        lines = self.tree(1).lines(_MAX_LINES, "… tree(depth=2) shows more")
+        return "\n  ".join([shown(f"<Checkpoint {self.url}>"), shown(facts), *lines])
 
     def _repr_html_(self) -> str:
         return self.tree().page(heading(self.info.name, self.url, self._facts()))
@@ -354,9 +355,9 @@ def diff(
     storage_options: Mapping[str, Any] | None = None,
     **options: Any,  # noqa: ANN401  # those of Checkpoint.diff
 ) -> CheckpointDiff:
-    """Compare two checkpoints, open ones or URLs, which are opened with `storage_options`.
+    """Compare two checkpoints; URLs are opened with `storage_options`.
 
-    Takes the options of `Checkpoint.diff` and raises as it does, and as `open_checkpoint`.
+    Has the options of `Checkpoint.diff`. Raises as `Checkpoint.diff` and `open_checkpoint`.
     """
     with ExitStack() as stack:
         handles = []

@@ -42,7 +42,7 @@ _NO_EXPORTS = {"commits", "saves", DOCUMENTS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, or to be known: in which file, of which rank, tensor and byte."""
+    """A problem or a note: its file, rank, value and byte, as far as they are known."""
 
     message: str
     next_step: str
@@ -54,11 +54,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportStatus:
-    """An export that was found: its folder below the URL, "" for the URL itself.
+    """An export: its folder below the URL, "" for the URL itself.
 
-    `is_stale`: it is of another save than the checkpoint's head. `is_unfinished`: it is still being
-    written, or was given up, and nobody reads it; of its save and files nothing is known then.
-    `file_count` and `size_bytes` are of its weight files.
+    `is_stale`: it was made from another save than the head. `is_unfinished`: it is still being
+    written, or its writer died, and readers ignore it; its save and files are unknown then.
+    `file_count` and `size_bytes` are those of its weight files.
     """
 
     path: str
@@ -71,7 +71,7 @@ class ExportStatus:
 
 @dataclass(slots=True)
 class Findings:
-    """What one check reads with, and has found; any thread. Strict: raises the first problem."""
+    """The reader and the results of one check; thread-safe. If strict, the first problem raises."""
 
     ranges: RangeReader
     is_deep: bool
@@ -85,24 +85,24 @@ class Findings:
 
     @property
     def store(self) -> Store:
-        """Where the checkpoint lies."""
+        """The store of the checkpoint."""
         return self.ranges.store
 
     def add(
         self, error: CheckpointError, *, path: str | None = None, rank: int | None = None
     ) -> None:
-        """Take in what `error` says; `path` and `rank` where it does not name them as we do."""
+        """Add `error` to the problems; `path` and `rank` replace those of the error."""
         step = error.next_step or "Load another checkpoint."
         message = str(error).removesuffix(step).strip()
         rank = rank if error.rank is None else error.rank
         fqn, offset = (getattr(error, name, None) for name in ("fqn", "offset"))
-        about: dict[str, Any] = {"rank": rank, "fqn": fqn, "offset": offset, "next_step": step}
+        place: dict[str, Any] = {"rank": rank, "fqn": fqn, "offset": offset, "next_step": step}
         if self.is_strict:
-            raise IntegrityError(message, path=path or error.path, **about) from error
-        self.problems.append(Problem(message=message, file=path or error.path, **about))
+            raise IntegrityError(message, path=path or error.path, **place) from error
+        self.problems.append(Problem(message=message, file=path or error.path, **place))
 
     def size_of(self, file: FileRef) -> int:
-        """Return the length of a file, asked for twice if it is not the one that was written."""
+        """Return the length of a file; read twice if it differs from the written length."""
         info = self.store.stat(file.path)
         if info.size_bytes != file.size_bytes:
             self.store.drop_caches(file.path)
@@ -115,33 +115,34 @@ class Findings:
     def noting(
         self, path: str | None = None, rank: int | None = None, *, absent_step: str | None = None
     ) -> Iterator[None]:
-        """End the block at damage and absence, and take them in; raise what is no finding.
+        """Add an error of the block to the problems, and end the block.
 
-        That is a storage that does not answer, and if strict, what this release is too old for.
+        Other failures of the storage than absence are raised, and if strict, also everything that
+        is not damage, such as a newer format.
         """
         try:
             yield
         except CheckpointError as error:
-            is_finding = not self.is_strict or isinstance(error, IntegrityError)
+            is_problem = not self.is_strict or isinstance(error, IntegrityError)
             if isinstance(error, StorageError):
-                is_finding = error.kind == "not-found"
+                is_problem = error.kind == "not-found"
                 error.next_step = absent_step or error.next_step
-            if not is_finding:
+            if not is_problem:
                 raise
             self.add(error, path=path, rank=rank)
 
 
 def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> None:
-    """Check `.metadata` and the copy that it is made from, byte by byte."""
+    """Check `stock.metadata`, and `.metadata` against it."""
     store = findings.store
     if (head.stock, head.stock_entries) != (manifest.stock, manifest.stock_entries):
-        path, what = slot_path(head.slot), "its record and its manifest tell of another .metadata."
+        path, what = slot_path(head.slot), "record and manifest have different entries of stock."
         error = IntegrityError(f"{path}: {what}", path=path, offset=0, next_step=RESTORE)
         findings.add(error)
     if manifest.stock is None:
         tail = slotlog.read_stock_tail(store)
         if tail is not None:
-            what = f".metadata is of another save than {head.save_id}, which has none."
+            what = f".metadata belongs to another save than {head.save_id}, which has none."
             findings.add(IntegrityError(what, path=STOCK_METADATA, offset=0, next_step=_PUBLISH))
         return
     findings.file_count += 2
@@ -151,53 +152,52 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
         expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         with findings.noting(STOCK_METADATA):
             published = slotlog.read_stock(store)
-            found = b"" if published is None else published.data
-            if found != expected:
+            if published is None or published.data != expected:
                 store.drop_caches(STOCK_METADATA)
                 published = slotlog.read_stock(store)
-                found = b"" if published is None else published.data
-            if found == expected:
+            data = b"" if published is None else published.data
+            if data == expected:
                 return
             what, step = ".metadata is missing; torch's own readers find no checkpoint.", _PUBLISH
             if published is not None:
-                what, step = _other_stock(store, head, found)
-            pairs = enumerate(zip(found, expected, strict=False))
-            shorter = min(len(found), len(expected))
+                what, step = _other_stock(store, head, data)
+            pairs = enumerate(zip(data, expected, strict=False))
+            shorter = min(len(data), len(expected))
             offset = next((at for at, (a, b) in pairs if a != b), shorter)
             raise IntegrityError(what, path=STOCK_METADATA, offset=offset, next_step=step)
 
 
-def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str]:
-    """Return what a `.metadata` is that is not the head's, and what to do about it."""
+def _other_stock(store: Store, head: SlotRecord, data: bytes) -> tuple[str, str]:
+    """Return a description of a `.metadata` that is not that of the head, and a next step."""
     try:
-        publishing.check_newest(store, CommitLog.ending_with(head), Content(data=found))
+        publishing.check_newest(store, CommitLog.ending_with(head), Content(data=data))
     except FormatError as newer:
         step = newer.next_step or ""
         return str(newer).removesuffix(step).strip(), step
-    named = split_footer(found)[1]
+    named = split_footer(data)[1]
     if named is not None and named.save_id != head.save_id:
-        return f".metadata shows save {named.save_id}; the head is {head.save_id}.", _PUBLISH
+        return f".metadata names save {named.save_id}; the head is {head.save_id}.", _PUBLISH
     return (
-        ".metadata is damaged, or another program wrote it: it is not stock.metadata.",
+        ".metadata is damaged, or another program wrote it: it differs from stock.metadata.",
         "Delete .metadata and load the checkpoint once with the right to write.",
     )
 
 
 def check_foreign(findings: Findings, source: Source) -> None:
-    """Check that the files of another writer are there and long enough; they bear no checksums."""
+    """Check the files of another writer, which have no checksums, for existence and length."""
     places = source.places(value_keys(source.tensors, source.blobs))
-    last = {one.path: one for one in sorted(places, key=lambda one: one.start + one.size_bytes)}
-    for path, place in last.items():
+    by_end = sorted(places, key=lambda place: place.start + place.size_bytes)
+    for path, place in {place.path: place for place in by_end}.items():
         findings.file_count += 1
         end = place.start + place.size_bytes
         with findings.noting():
-            found = slotlog.stat_or_none(findings.store, path)
-            if found is None:
+            info = slotlog.stat_or_none(findings.store, path)
+            if info is None:
                 raise source.explain_missing(place)
-            if found.size_bytes < end:
-                what = f"{path} has {found.size_bytes} bytes; {place.fqn} ends at byte {end}."
+            if info.size_bytes < end:
+                what = f"{path} has {info.size_bytes} bytes; {place.fqn} ends at byte {end}."
                 raise IntegrityError(
-                    what, path=path, fqn=place.fqn, offset=found.size_bytes, next_step=DAMAGED
+                    what, path=path, fqn=place.fqn, offset=info.size_bytes, next_step=DAMAGED
                 )
 
 
@@ -207,18 +207,18 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
     try:
         entries = findings.store.list("", recursive=False)
     except StorageError as error:
-        # Without a listing only the default place can be looked at.
+        # Without a listing, only the default folder is known.
         if error.kind not in {"not-found", "permission", "unsupported"}:
             raise
     else:
-        found = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
-        folders = [folder for folder in found if folder not in _NO_EXPORTS]
+        listed = (entry.path.rstrip("/") for entry in entries if entry.path.endswith("/"))
+        folders = [folder for folder in listed if folder not in _NO_EXPORTS]
     problems, statuses = findings.problems, []
     for folder in ["", *folders]:
         before_count, index = len(problems), _index_in(findings.store, folder)
         status = _check_export(findings, folder, index, head)
         if len(problems) > before_count:
-            # Another export was published meanwhile, or the index was read wrongly.
+            # Another export was published meanwhile, or the response had a wrong byte.
             findings.store.drop_caches(f"{folder}/{INDEX_NAME}".lstrip("/"))
             now = _index_in(findings.store, folder)
             if now != index:
@@ -234,20 +234,20 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
 
 def _index_in(store: Store, folder: str) -> bytes | None:
     try:
-        found = slotlog.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
+        content = slotlog.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
     except StorageError as error:
-        # Some storages answer so for what is not there to those who may not list.
+        # Without the right to list, some storages answer 403 for absent files.
         if error.kind != "permission":
             raise
-        log.info("Whether %s holds an export cannot be told: %s", folder or ".", error)
+        log.info("It is not known whether %s holds an export: %s", folder or ".", error)
         return None
-    return None if found is None else found.data
+    return None if content is None else content.data
 
 
 def _check_export(
     findings: Findings, folder: str, index: bytes | None, head: str | None
 ) -> ExportStatus | None:
-    """Check an export by its index; None for one that is not ours or not complete."""
+    """Check an export by its index; None for an export of another tool, or an incomplete one."""
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
     if index is None:
@@ -255,7 +255,7 @@ def _check_export(
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
     with noting(path):
         if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
-            what = "is damaged, or another program wrote it: it names no export of ours"
+            what = "is damaged, or another program wrote it: it names no export of this package"
             raise _damage(path, what)
     if tag is None:
         return None
@@ -269,12 +269,12 @@ def _check_export(
         if record is None:
             raise _damage(record_path, "is missing: it is the record of the export")
         if record.fingerprint != tag.fingerprint:
-            raise _damage(record_path, f"is of another export ({record.fingerprint})")
+            raise _damage(record_path, f"belongs to another export ({record.fingerprint})")
         files += (replace(file, path=prefix + file.path) for file in record.files)
         with noting(path):
             is_as_written = FileRef.of(record.index.path, index) == record.index
             if not is_as_written or tag.names - {file.path for file in record.files}:
-                raise _damage(path, "is not the index that the record of the export tells of")
+                raise _damage(path, "is not the index in the record of the export")
         for file in files:
             with noting(file.path):
                 _check_weights(findings, file)
@@ -288,7 +288,7 @@ def _check_export(
 
 
 def _unfinished(findings: Findings, folder: str) -> ExportStatus | None:
-    """Return what is known of an export being written; at the URL itself it is a problem."""
+    """Return the status of an unfinished export; at the URL itself, it is a problem."""
     if not folder:
         findings.add(in_progress(findings.store.url))
         return None
@@ -300,14 +300,14 @@ def _is_guarded(store: Store, folder: str) -> bool:
     try:
         return slotlog.is_there(store, f"{folder}/{GUARD_NAME}".lstrip("/"))
     except StorageError as error:
-        # As for an index.
+        # As in `_index_in`.
         if error.kind != "permission":
             raise
         return False
 
 
 def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
-    """Report weight files that an index does not name."""
+    """Add weight files that the index does not name to the problems."""
     store = findings.store
     try:
         names = {entry.path.rpartition("/")[2] for entry in store.list(folder, recursive=False)}
@@ -320,7 +320,7 @@ def _check_names(findings: Findings, folder: str, tag: IndexTag) -> None:
         if name.endswith(".safetensors"):
             path = f"{folder}/{name}".lstrip("/")
             what = f"{path} is a weight file that {INDEX_NAME} does not name; readers that load "
-            what += "every *.safetensors, or one name before others, take it for a part."
+            what += "every *.safetensors, or prefer its name, load it too."
             step = "Delete it, or move it to another folder."
             findings.add(IntegrityError(what, path=path, offset=0, next_step=step))
 
@@ -331,7 +331,7 @@ def _check_weights(findings: Findings, file: FileRef) -> None:
         what = f"has {size_bytes} bytes; {file.size_bytes} were written"
         raise _damage(file.path, what, min(size_bytes, file.size_bytes))
     if findings.is_deep and not has_checksum(findings.ranges, file, findings.on_bytes):
-        what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
+        what = f"is damaged: it does not have the checksum {file.crc32c:08x} it was written with"
         raise _damage(file.path, what)
 
 
@@ -342,7 +342,7 @@ def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
 def has_checksum(
     ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
 ) -> bool:
-    """Return whether a file of the length that `file` says has its CRC-32C; read twice if not."""
+    """Return whether a file of the length in `file` has the CRC-32C in it; read twice if not."""
     step, crcs = ranges.options.part_bytes, dict[int, int]()
 
     def take(start: int, view: memoryview) -> None:
@@ -357,11 +357,11 @@ def has_checksum(
     ]
     lengths = [read.stop - read.start for read in reads]
 
-    def is_right(note: Callable[[int], None]) -> bool:
+    def matches(note: Callable[[int], None]) -> bool:
         ranges.run(reads, on_bytes=note)
         return combine_many([crcs[read.start] for read in reads], lengths) == file.crc32c
 
-    if is_right(on_bytes):
+    if matches(on_bytes):
         return True
     ranges.store.drop_caches(file.path)
-    return is_right(ignore)
+    return matches(ignore)

@@ -1,4 +1,4 @@
-"""`diagnose`: what a storage can do for checkpoints, tried out under names of its own."""
+"""`diagnose`: probes of a storage, under new names, that show what checkpoints can do there."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Outcome = Literal["yes", "no", "skipped"]
 
 _LACKS = {
     "exclusive create": "Use the native URL of the same place, if this is a mount of an object "
-    "store; else let one job write: two that save to one id are not told apart.",
+    "store; else let one job write: two jobs that save to one id get no error.",
     "durable": "Use the native URL of the place behind this mount: a save that is reported as "
     "committed may be lost, or lose its shards, when the mount ends.",
     "list": "Grant the right to list: list_checkpoints, retention and cleaning up need it.",
-    "delete": "Grant the right to delete: superseded and dead saves stay, and the storage fills.",
+    "delete": "Grant the right to delete: superseded saves and leftovers stay, and use space.",
     "list uploads": "Grant the right to list uploads, or have a lifecycle rule abort them: parts "
     "of uploads that died stay and are paid for.",
 }
-"""What to do where a probe fails."""
+"""The advice for a probe that fails."""
 _NEEDED = {"write", "absent name", "read", "range read", "upload", "download"}
 """Probes without which nothing can be saved or loaded."""
 
@@ -51,9 +51,9 @@ _FAR_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One thing that was tried: whether it works, and what the storage said if it does not.
+    """The result of one probe; `detail` is the message of the storage if it failed.
 
-    `seconds` is the median of the times that it took; `size_bytes` is what it moved.
+    `seconds` is the median of its durations; `size_bytes` is the size that it transferred.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What was found out about a storage.
+    """The result of `diagnose`.
 
     kind: family of storages. clock_offset_s: how far the storage's clock is ahead of this
-    machine's; None if it was not told. advice: sentences. leftovers: what could not be removed.
+    machine's; None if unknown. advice: sentences. leftovers: files that could not be removed.
     """
 
     url: str
@@ -92,21 +92,21 @@ def diagnose(
     timeout: float | Timeouts | Any = DEFAULT_TIMEOUT_S,  # noqa: ANN401  # timedelta too
     retry: RetryPolicy | None = None,
 ) -> Diagnosis:
-    """Try out the storage below `url` and report what it can do, how fast, and what to set.
+    """Probe the storage below `url`: what it can do, how fast it is, and which options to set.
 
-    Writes below a folder of a random name that starts as capability probes do, and removes it;
-    moves about eight times `large_bytes`. Nothing else is looked at or changed. A thing that does
-    not work is reported, not raised; raises `InvalidInputError` for a URL that cannot be used, and
-    `StorageError` if the storage cannot be reached at all.
+    Writes below a folder with a random name that begins as those of probes, and removes it;
+    transfers about eight times `large_bytes`. Reads and changes nothing else. A failed probe is
+    reported, not raised. Raises `InvalidInputError` for a URL that cannot be used, and
+    `StorageError` if the storage cannot be reached.
     """
-    # Measured as it is, but one lost connection is no finding.
+    # Few retries, so that they do not hide the times; one lost connection is no failure.
     policy = retry or RetryPolicy(attempt_count=2, first_delay_s=0.2, max_delay_s=1.0)
     location = Location.of(url, storage_options)
     visit = _Visit(location, Timeouts.of(timeout), policy, large_bytes)
     try:
         visit.run()
     finally:
-        leftovers = visit.cleaned_up()
+        leftovers = visit.clean_up()
     return Diagnosis(
         url=location.url,
         kind=visit.store.capabilities.kind,
@@ -118,7 +118,7 @@ def diagnose(
 
 
 class _Visit:
-    """One run: asks in an order in which each answer helps to judge the next."""
+    """One run of all probes, in an order in which a failure tells which probes to skip."""
 
     def __init__(
         self, location: Location, timeouts: Timeouts, policy: RetryPolicy, large_bytes: int
@@ -137,79 +137,79 @@ class _Visit:
         self.clock_offset_s: float | None = None
 
     def run(self) -> None:
-        """Ask everything; raises `StorageError` only if nobody answers."""
+        """Run all probes. Raises `StorageError` only if the storage cannot be reached."""
         store, folder, small = self.store, self._folder, f"{self._folder}/small-0"
-        asks: dict[str, tuple[Callable[[int], object], int]] = {
+        probes: dict[str, tuple[Callable[[int], object], int]] = {
             # Not the root, where millions of objects may lie.
             "list": (lambda _: store.list(folder, recursive=False), 1),
             "write": (self._write, 9),
-            "absent name": (lambda _: self._ask_absence(), 1),
+            "absent name": (lambda _: self._try_absence(), 1),
             "read": (lambda _: store.get(small).data != _SMALL and "other bytes came back", 9),
             "range read": (lambda _: try_range(store, small, _SMALL), 9),
             "exclusive create": (lambda _: try_creation(store, self._new("created")), 1),
             "conditional replace": (lambda _: self._try_replacement(), 1),
             "durable": (lambda _: store.durability_problem(), 1),
-            "clock": (lambda _: self._ask_clock(), 1),
+            "clock": (lambda _: self._read_clock(), 1),
             "upload": (self._put, 3),
             "download": (lambda _: self._get(), 3),
             "list uploads": (lambda _: store.abort_uploads(folder), 1),
             "delete": (lambda _: self._delete(small), 1),
         }
-        for name, (ask, rounds) in asks.items():
-            why = self._why_skipped(name)
-            skipped = Probe(name=name, outcome="skipped", detail=why)
-            self.probes.append(skipped if why else self._tried(name, ask, rounds))
+        for name, (call, rounds) in probes.items():
+            reason = self._skip_reason(name)
+            skipped = Probe(name=name, outcome="skipped", detail=reason)
+            self.probes.append(skipped if reason else self._try(name, call, rounds))
 
-    def _why_skipped(self, name: str) -> str:
-        """Return why a probe would tell nothing, "" if it would."""
+    def _skip_reason(self, name: str) -> str:
+        """Return why a probe is of no use, "" if it is."""
         failed = {probe.name for probe in self.probes if probe.outcome != "yes"}
         if "write" in failed:
             return "nothing can be written"
         if name == "download" and "upload" in failed:
             return "nothing was uploaded"
         if name == "list uploads" and not self.store.capabilities.lists_uploads:
-            return "this kind of storage has none"
+            return "this kind of storage lists no uploads"
         is_rename = name == "conditional replace" and self.store.capabilities.kind == "posix"
         return _NOT_NEEDED if is_rename else ""
 
-    def _tried(self, name: str, ask: Callable[[int], object], rounds: int) -> Probe:
-        """Ask for one thing: what is raised, or returned as a text, says why it does not work."""
+    def _try(self, name: str, call: Callable[[int], object], rounds: int) -> Probe:
+        """Run one probe, which fails if `call` raises or returns a text."""
         times: list[float] = []
         for number in range(rounds):
             begin_s = time.perf_counter()
             try:
                 self._deadline.check("Measuring")
-                answer = ask(number)
+                problem = call(number)
             except CheckpointError as error:
                 kind = error.kind if isinstance(error, StorageError) else ""
                 if name in {"list", "write"} and kind in {"connection", "credentials", "timeout"}:
                     raise
-                answer = None if name == "list" and kind == "not-found" else str(error)
-            if answer and isinstance(answer, str):
-                return Probe(name=name, outcome="no", detail=answer)
+                problem = None if name == "list" and kind == "not-found" else str(error)
+            if problem and isinstance(problem, str):
+                return Probe(name=name, outcome="no", detail=problem)
             times.append(time.perf_counter() - begin_s)
         size_bytes = self._large_bytes if name in {"upload", "download"} else 0
         seconds = statistics.median(times)
         return Probe(name=name, outcome="yes", seconds=seconds, size_bytes=size_bytes)
 
     def _new(self, name: str) -> str:
-        """Return the path of something that is about to be made, and remember it."""
+        """Return the path of a new file, which `clean_up` removes."""
         self._objects.append(f"{self._folder}/{name}")
         return self._objects[-1]
 
     def _write(self, number: int) -> None:
-        """Write a small object of a new name: some storages take one object only so often."""
+        """Write a small object under a new name: some storages limit writes to one name."""
         self.store.make_folders([self._folder])
         self.store.put(self._new(f"small-{number}"), _SMALL)
 
-    def _ask_absence(self) -> None:
-        """Ask for a name that nothing bears, as each save and load does."""
+    def _try_absence(self) -> None:
+        """Read an absent name, as each save and load does."""
         try_absence(self.store, f"{self._folder}/absent")
 
     def _try_replacement(self) -> str:
         return try_versions(self.store, self._new("replaced"))[0]
 
-    def _ask_clock(self) -> None:
+    def _read_clock(self) -> None:
         before_s = time.time()
         there_s = self.store.server_time(self._new("clock"))
         self.clock_offset_s = there_s - (before_s + time.time()) / 2
@@ -238,7 +238,7 @@ class _Visit:
             raise
 
     def _get(self) -> str:
-        """Read the first large object as a load does, and compare it."""
+        """Read the first large object as a load does, and check its bytes."""
         path = f"{self._folder}/large-0"
         sent = FileRef(path=path, size_bytes=self._large_bytes, crc32c=self._crc32c)
         ranges = RangeReader(self.store, self._options)
@@ -249,8 +249,8 @@ class _Visit:
         is_there = slotlog.is_there(self.store, path)
         return "an object is still there after its deletion" if is_there else ""
 
-    def cleaned_up(self) -> list[str]:
-        """Remove what was made; return what stays. Never raises."""
+    def clean_up(self) -> list[str]:
+        """Remove the files of this run; return those that stay. Never raises."""
         store = self.store.cleaning_up()
         for remove in (
             partial(store.delete_folder, self._folder),
@@ -262,13 +262,13 @@ class _Visit:
         return [f"{store.url}/{self._folder}"]
 
     def advice(self) -> Iterator[str]:
-        """Yield what to do; nothing where the defaults suit."""
+        """Yield advice; none if the defaults are suitable."""
         failed = {probe.name for probe in self.probes if probe.outcome == "no"}
         if "write" not in failed:
             yield from (advice for name, advice in _LACKS.items() if name in failed)
         if abs(self.clock_offset_s or 0) > _CLOCK_S:
             yield "Set this machine's clock: object stores refuse requests that it signs."
-        get_s = next((one.seconds for one in self.probes if one.name == "read"), None) or 0.0
+        get_s = next((probe.seconds for probe in self.probes if probe.name == "read"), None) or 0.0
         if self.store.capabilities.is_remote and get_s > _FAR_S:
             yield (
                 f"Set thread_count to {(2 if get_s < 2 * _FAR_S else 4) * REMOTE_THREADS}: a "

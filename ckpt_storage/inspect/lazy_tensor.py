@@ -1,4 +1,4 @@
-"""`LazyTensor`: one tensor of an open checkpoint, read where it is indexed and nowhere else."""
+"""`LazyTensor`: one tensor of an open checkpoint, which reads the elements that are indexed."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _ITER_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexed:
-    """Ascending positions per dimension, and the index of their array that gives what is meant."""
+    """Ascending positions in each dimension, and the index of their array that gives the result."""
 
     ranges: Selection
     final: tuple[int | slice | EllipsisType | None, ...]
 
     @property
     def view(self) -> tuple[int | slice | EllipsisType | None, ...]:
-        """`final`, for which an element stays an array of no dimensions."""
+        """`final`, but a single element stays an array without dimensions."""
         return self.final if Ellipsis in self.final else (*self.final, ...)
 
 
 def select(index: object, shape: Sequence[int]) -> Indexed:
-    """Return what numpy's basic indexing means by `index`. Raises `IndexError` for the rest."""
+    """Return the positions that numpy's basic `index` selects. Raises `IndexError` for others."""
     entries = index if isinstance(index, tuple) else (index,)
     if not all(map(_is_basic, entries)):
         raise IndexError(
             "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a "
-            "LazyTensor; read a region first and index the array with what you have"
+            "LazyTensor; read a region first, and index the array"
         )
-    # numpy refuses what does not fit, in its own words.
+    # Raises numpy's errors for indices out of bounds.
     np.broadcast_to(np.empty(()), shape)[entries]
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     ranges: list[range] = []
@@ -61,10 +61,10 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             final.append(Ellipsis)
         elif isinstance(entry, slice):
             positions = range(*entry.indices(shape[dim]))
-            is_turned = positions.step < 0
-            found = positions[::-1] if is_turned else positions
-            ranges.append(found or range(0))
-            final.append(slice(None, None, -1 if is_turned else 1))
+            is_reversed = positions.step < 0
+            ascending = positions[::-1] if is_reversed else positions
+            ranges.append(ascending or range(0))
+            final.append(slice(None, None, -1 if is_reversed else 1))
         else:
             at = operator.index(entry) % shape[dim]
             ranges.append(range(at, at + 1))
@@ -73,8 +73,8 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
     return Indexed(ranges=tuple(ranges), final=tuple(final))
 
 
-def _is_basic(entry: Any) -> bool:  # noqa: ANN401  # whatever stands between brackets
-    """Return whether numpy makes a view: a boolean is a mask to it, an array of one number none."""
+def _is_basic(entry: Any) -> bool:  # noqa: ANN401  # any index
+    """Return whether numpy makes a view for an index; a boolean is a mask, which makes a copy."""
     if entry is None or entry is Ellipsis or isinstance(entry, slice):
         return True
     is_mask = isinstance(entry, bool) or "bool" in str(getattr(entry, "dtype", ""))
@@ -83,19 +83,18 @@ def _is_basic(entry: Any) -> bool:  # noqa: ANN401  # whatever stands between br
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
-    """A tensor in a checkpoint: known by name, dtype, shape and sharding; read when indexed.
+    """A tensor in a checkpoint, with name, dtype, shape and sharding; read when it is indexed.
 
     `tensor[index]` takes numpy's basic indices (integers, slices with any step, `...`, None) and
-    returns what numpy would: an array, or a scalar where every dimension is given an integer. Only
-    the blocks that hold what is asked for are read, in one batch, each held against its checksum.
-    Of a checkpoint that another writer made only lengths can be checked.
+    returns an array, or a scalar if every dimension has an integer. Only the blocks with these
+    elements are read, in one batch, and each is verified. A checkpoint of another writer has no
+    checksums; only lengths are checked.
 
-    `fqn` is the name, `dtype` the type as torch spells it ("bfloat16"), `shape` that of the whole
-    tensor, whatever its sharding was.
+    `dtype` is the type as torch spells it ("bfloat16"); `shape` is that of the whole tensor.
 
-    Reads may come from several threads. They raise `IntegrityError` (file, FQN, offset),
-    `CheckpointGoneError` once the checkpoint has been deleted or superseded, `StorageError`,
-    `PhaseTimeoutError`, and `IndexError` where numpy does.
+    Thread-safe. Reads raise `IntegrityError` (file, FQN, offset), `CheckpointGoneError` once the
+    checkpoint has been deleted or superseded, `StorageError`, `PhaseTimeoutError`, and `IndexError`
+    as numpy does.
     """
 
     fqn: str
@@ -125,7 +124,7 @@ class LazyTensor:
 
     @property
     def sharding(self) -> Sharding:
-        """How it is cut into chunks, and which ranks wrote them."""
+        """Its chunks, and the ranks that wrote them."""
         return self._handle.sharding(self.fqn)
 
     def __len__(self) -> int:
@@ -135,7 +134,7 @@ class LazyTensor:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self.fqn} is a tensor that has not been read: index it, or compare its `size`"
+            f"{self.fqn} is a tensor that has not been read: index it, or use its `size`"
         )
 
     def __getitem__(self, index: object) -> Any:  # noqa: ANN401  # an array or a scalar, as in numpy
@@ -151,20 +150,20 @@ class LazyTensor:
             yield from self[start : start + count]
 
     def numpy(self, index: object = ...) -> NDArray[Any]:
-        """Return the tensor, or the part at `index`, as an array of its own.
+        """Return the tensor, or its elements at `index`, as a new array.
 
-        bfloat16 and float8 are types of `ml_dtypes`. Raises as indexing
-        does, and `CheckpointError` for types that numpy cannot have.
+        bfloat16 and float8 are types of `ml_dtypes`. Raises as indexing does, and `CheckpointError`
+        for types that numpy lacks.
         """
         array: NDArray[Any] = np.asarray(self[index])
         return array
 
     def torch(self, index: object = ..., *, device: Device | None = None) -> Tensor:
-        """Return the tensor, or the part at `index`, as a torch tensor on `device` (default CPU).
+        """Return the tensor, or its elements at `index`, as a torch tensor on `device` (CPU).
 
         Raises as indexing does.
         """
-        from .torchload import tensor_of  # noqa: PLC0415  # torch is imported here, not before
+        from .torchload import tensor_of  # noqa: PLC0415  # imports torch
 
         wanted = select(index, self.shape)
         return tensor_of(self.words(wanted.ranges)[wanted.view], self.dtype, device)
@@ -172,7 +171,7 @@ class LazyTensor:
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001  # numpy's protocol
         if copy is False:
             raise ValueError(
-                f"{self.fqn} lies in storage: it cannot become an array without a copy"
+                f"{self.fqn} is in a storage: it cannot become an array without a copy"
             )
         array = self.numpy()
         if dtype is None:

@@ -1,4 +1,4 @@
-"""Names of a checkpoint that a missing name may have meant."""
+"""Suggestions for a name that is not in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import difflib
 from collections.abc import Collection
 
 _MAX_COMPARED = 20_000
-"""Above so many names only wrappers and containers are looked for: a comparison takes 10 us."""
+"""With more names, only wrappers and containers are considered: a comparison takes 10 us."""
 
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes under which `torch.compile`, DDP, FSDP and checkpointing keep the wrapped module."""
 
 
 def find_near_names(name: str, names: Collection[str], *, max_count: int = 3) -> list[str]:
-    """Return names like `name`: those without or with wrappers, in other containers, misspelt."""
+    """Return names like `name`: with other wrappers, in other containers, or spelt similarly."""
     plain = _unwrapped(name)
-    found = [known for known in names if _unwrapped(known) == plain]
-    found += [
-        known for known in names if known.endswith(f".{plain}") or plain.endswith(f".{known}")
-    ]
-    if not found and len(names) <= _MAX_COMPARED:
-        found = difflib.get_close_matches(name, names, n=max_count)
-    return list(dict.fromkeys(found))[:max_count]
+    near = [known for known in names if _unwrapped(known) == plain]
+    near += [known for known in names if known.endswith(f".{plain}") or plain.endswith(f".{known}")]
+    if not near and len(names) <= _MAX_COMPARED:
+        near = difflib.get_close_matches(name, names, n=max_count)
+    return list(dict.fromkeys(near))[:max_count]
 
 
 def _unwrapped(name: str) -> str:

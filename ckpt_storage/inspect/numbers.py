@@ -1,4 +1,4 @@
-"""Tensors in numbers, streamed in bounded memory: one in brief, or two checkpoints side by side."""
+"""Statistics of a tensor, and differences of two checkpoints, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckpt_storage.options import Progress
 from .reading import Handle, Names, Words, elements_of, numpy_name, read_objects, read_stored, walk
 from .views import DASH, Entry, shape_text, shown
 
-_MOST_SHOWN = 100
+_MAX_LINES = 100
 
 
 def differences(
     pieces: Iterable[Sequence[Words]], sides: Sequence[Entry], rtol: float, atol: float
 ) -> dict[str, Any]:
-    """Return how two tensors differ, as fields of a `ValueDiff`; `pieces` are pairs of flat words.
+    """Return the fields of a `ValueDiff` of two tensors; `pieces` are pairs of flat words.
 
-    Elements x and y are alike if |x - y| <= atol + rtol x max(|x|, |y|).
+    Elements x and y are equal if |x - y| <= atol + rtol x max(|x|, |y|).
     """
     dtypes = [side.dtype or "" for side in sides]
     has_numbers, is_same_type = all(map(numpy_name, dtypes)), dtypes[0] == dtypes[1]
@@ -41,11 +41,11 @@ def differences(
         elif not has_numbers:
             different_count += int((x != y).sum()) if is_same_type else len(x)
         elif len(x):
-            # Of the NaN of types that it does not know numpy warns.
+            # numpy warns of the NaN of types of `ml_dtypes`.
             with np.errstate(all="ignore"):
                 distance, size, x_nan, y_nan = _distances(*map(elements_of, (x, y), dtypes))
                 distance[x_nan | y_nan] = 0.0
-                # Where infinity meets a number, an infinite tolerance would allow it.
+                # An infinite tolerance would accept an infinity and a number.
                 is_far = (distance > atol + rtol * size) | np.isinf(distance)
                 ratio = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
             different_count += int((((distance > 0) & is_far) | (x_nan ^ y_nan)).sum())
@@ -69,13 +69,13 @@ def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
     a, b = x.astype(kind), y.astype(kind)
     if x.dtype == y.dtype and x.dtype.kind in "iu":
-        # Wrapped round in their unsigned type, differences of 64 bits stay exact.
+        # In the unsigned type, differences of 64-bit integers wrap around and stay exact.
         unsigned = np.dtype(f"u{x.dtype.itemsize}")
         apart = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)
         distance = apart.astype(np.float64)
     else:
         distance = np.abs(a - b)
-        # Infinities less one another are NaN: alike, or apart in one part of complex numbers.
+        # The difference of two infinities is NaN; equal infinities get the distance 0 below.
         distance[np.isnan(distance)] = np.inf
         distance[a == b] = 0.0
     return distance, np.maximum(np.abs(a), np.abs(b)), np.isnan(a), np.isnan(b)
@@ -83,15 +83,15 @@ def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """One name whose values differ in two checkpoints; `left` and `right` describe them.
+    """A name whose values differ in two checkpoints; `left` and `right` describe the values.
 
-    kind: "kind": a tensor in one, an object in the other. "shape". "dtype": of another type; the
-        values were compared all the same. "values".
-    different_count: elements that differ by more than the tolerance; None if not compared, as
-        are all that follow. NaN equals NaN, an infinity itself.
+    kind: "kind": a tensor and an object. "shape". "dtype": the values were compared all the same.
+        "values".
+    different_count: elements that differ by more than the tolerance. NaN equals NaN, and an
+        infinity itself; NaN differs from a number. None, as the next fields: not compared.
     max_absolute, max_relative: the largest |x - y|, and |x - y| / max(|x|, |y|), of all elements
         that are numbers in both. None for types without arithmetic.
-    at: the index at which |x - y| is largest. An element that is NaN in one only differs.
+    at: the index at which |x - y| is largest.
     """
 
     fqn: str
@@ -107,10 +107,10 @@ class ValueDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckpointDiff:
-    """How two checkpoints differ. False as a condition if they do not.
+    """The differences of two checkpoints; false if there are none.
 
-    `same_count` names are in both with equal values, or, where values were not looked at
-    (`values_compared` False), with equal shape and dtype.
+    `same_count` names are in both with equal values; if `values_compared` is False, with equal
+    shape and dtype.
     """
 
     left_url: str
@@ -135,15 +135,15 @@ class CheckpointDiff:
         lines += [f"- {fqn}" for fqn in self.only_left] + [f"+ {fqn}" for fqn in self.only_right]
         for item in self.changed:
             change = item.left if item.left == item.right else f"{item.left} -> {item.right}"
-            told = f"! {item.fqn}: {change}"
+            line = f"! {item.fqn}: {change}"
             if item.different_count is not None:
-                told += f", {item.different_count:,} of {item.count:,} differ"
+                line += f", {item.different_count:,} of {item.count:,} differ"
             if item.max_absolute is not None:
-                told += f", max |x - y| {item.max_absolute:.6g} at {item.at}"
-                told += f", relative {item.max_relative:.6g}"
-            lines.append(told)
-        more = ["…"] if len(lines) > _MOST_SHOWN else []
-        return "\n".join([*map(shown, lines[:_MOST_SHOWN]), *more])
+                line += f", max |x - y| {item.max_absolute:.6g} at {item.at}"
+                line += f", relative {item.max_relative:.6g}"
+            lines.append(line)
+        more = ["…"] if len(lines) > _MAX_LINES else []
+        return "\n".join([*map(shown, lines[:_MAX_LINES]), *more])
 
     __repr__ = __str__
 
@@ -159,71 +159,71 @@ def compare(
     atol: float = 0.0,
     progress: Progress = None,
 ) -> CheckpointDiff:
-    """Return how two checkpoints differ in the chosen names. As `Checkpoint.diff`."""
+    """Return the differences of two checkpoints in the selected names; as `Checkpoint.diff`."""
     if isinstance(names, Iterable) and not isinstance(names, str):
         names = list(names)
     lefts = dict.fromkeys(left.chosen(names, prefix, right))
     rights = dict.fromkeys(right.chosen(names, prefix, left))
     both = {fqn: (left.entry(fqn), right.entry(fqn)) for fqn in lefts if fqn in rights}
-    found = {fqn: one for fqn, pair in both.items() if (one := _unread(*pair))}
+    changes = {fqn: change for fqn, pair in both.items() if (change := _compare_entries(*pair))}
     if values:
-        unread = [fqn for fqn in both if fqn not in found or found[fqn].kind == "dtype"]
-        tensors = [fqn for fqn in unread if fqn in left.tensors]
+        comparable = [fqn for fqn in both if fqn not in changes or changes[fqn].kind == "dtype"]
+        tensors = [fqn for fqn in comparable if fqn in left.tensors]
         total_bytes = sum(entry.size_bytes for fqn in tensors for entry in both[fqn])
         with left.reporting(progress, total_bytes=total_bytes) as on_bytes:
             pieces = walk((left, right), tensors, on_bytes=on_bytes)
             for fqn, group in groupby(pieces, key=itemgetter(0)):
                 fields = differences((words for _, words in group), both[fqn], rtol, atol)
-                if fqn in found or fields["different_count"]:
-                    told, other = map(str, both[fqn])
-                    known = ValueDiff(fqn=fqn, kind="values", left=told, right=other)
-                    found[fqn] = dataclasses.replace(found.get(fqn, known), **fields)
-        for fqn in unread:
-            if fqn not in left.tensors and (changed := _of_objects(left, right, fqn)):
-                found[fqn] = changed
+                if fqn in changes or fields["different_count"]:
+                    x, y = map(str, both[fqn])
+                    change = changes.get(fqn) or ValueDiff(fqn=fqn, kind="values", left=x, right=y)
+                    changes[fqn] = dataclasses.replace(change, **fields)
+        for fqn in comparable:
+            if fqn not in left.tensors and (changed := _compare_objects(left, right, fqn)):
+                changes[fqn] = changed
     return CheckpointDiff(
         left_url=left.url,
         right_url=right.url,
         only_left=tuple(fqn for fqn in lefts if fqn not in rights),
         only_right=tuple(fqn for fqn in rights if fqn not in lefts),
-        changed=tuple(found[fqn] for fqn in both if fqn in found),
-        same_count=len(both) - len(found),
+        changed=tuple(changes[fqn] for fqn in both if fqn in changes),
+        same_count=len(both) - len(changes),
         values_compared=values,
     )
 
 
-def _unread(left: Entry, right: Entry) -> ValueDiff | None:
-    """Return how two values differ as far as that is known without reading them."""
+def _compare_entries(left: Entry, right: Entry) -> ValueDiff | None:
+    """Return the difference of kind, shape or dtype, None without one."""
     kind: Literal["kind", "shape", "dtype"]
-    told = str(left), str(right)
+    texts = str(left), str(right)
     if bool(left.dtype) != bool(right.dtype):
-        kind, told = "kind", ("tensor", "object") if left.dtype else ("object", "tensor")
+        kind, texts = "kind", ("tensor", "object") if left.dtype else ("object", "tensor")
     elif left.shape != right.shape:
         kind = "shape"
     elif left.dtype != right.dtype:
         kind = "dtype"
     else:
         return None
-    return ValueDiff(fqn=left.fqn, kind=kind, left=told[0], right=told[1])
+    return ValueDiff(fqn=left.fqn, kind=kind, left=texts[0], right=texts[1])
 
 
-def _of_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:
+def _compare_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:
     (x, _), (y, _) = (read_stored(side, [fqn])[0] for side in (left, right))
     if x == y:
         return None
     try:
         values = [read_objects(side, [fqn])[fqn] for side in (left, right)]
     except UnsafeContentError:
-        told = [f"{len(x)} bytes", f"{len(y)} bytes"]
+        texts = [f"{len(x)} bytes", f"{len(y)} bytes"]
     else:
         if _same_objects(*values):
             return None
-        told = [shown(reprlib.repr(value)) for value in values]
-    return ValueDiff(fqn=fqn, kind="values", left=told[0], right=told[1])
+        texts = [shown(reprlib.repr(value)) for value in values]
+    return ValueDiff(fqn=fqn, kind="values", left=texts[0], right=texts[1])
 
 
 def _same_objects(left: object, right: object) -> bool:
-    """Return whether two objects are equal, and what is no number equal to itself."""
+    """Return whether two objects are equal; NaN equals NaN."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Mapping) and isinstance(right, Mapping):
@@ -234,7 +234,6 @@ def _same_objects(left: object, right: object) -> bool:
         return len(left) == len(right) and all(map(_same_objects, left, right))
     if hasattr(left, "dtype") and hasattr(left, "shape"):
         return _same_arrays(left, right)
-    # A number that is none equals itself here: what was saved did not change.
     return bool(left == right) or (left != left and right != right)  # noqa: PLR0124
 
 
@@ -243,16 +242,16 @@ def _same_arrays(left: Any, right: Any) -> bool:  # noqa: ANN401  # arrays or te
     if facts[0] != facts[1]:
         return False
     if getattr(left, "is_floating_point", bool)():
-        # Narrow types of torch know no comparison.
+        # Narrow types of torch have no comparison.
         left, right = left.double(), right.double()
     return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How many finite elements lie between each two neighbouring `edges`.
+    """The numbers of finite elements between neighbouring `edges`.
 
-    Intervals are half open, but the last one holds its upper edge too.
+    Intervals are half open, but the last interval includes its upper edge.
     """
 
     edges: tuple[float, ...]
@@ -261,10 +260,10 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TensorStats:
-    """What is in a tensor. Mean, std, min and max are of its finite elements, None without any.
+    """Statistics of a tensor. Mean, std, min and max are those of finite elements, or None.
 
-    `std` is that of the population (numpy's `ddof=0`); sums are taken in float64, so that those
-    of narrow types do not overflow. `min` and `max` are exact.
+    `std` is that of the population (numpy's `ddof=0`). Sums are in float64, so that narrow types do
+    not overflow. `min` and `max` are exact.
     """
 
     fqn: str
@@ -314,16 +313,16 @@ def summarise(
     bin_count: int,
     **facts: Any,  # noqa: ANN401  # fields of the result
 ) -> TensorStats:
-    """Return what is in a tensor, whose elements `pieces()` yields as flat arrays; asked twice."""
+    """Return the statistics of a tensor; `pieces()`, called twice, yields its elements."""
     counts: Counter[str] = Counter()
     means: list[tuple[int, float]] = []
     extremes: list[float] = []
     for piece in pieces():
         values = _wide(piece)
-        counts.update({name: int(found(values).sum()) for name, found in _COUNTED.items()})
+        counts.update({name: int(test(values).sum()) for name, test in _COUNTED.items()})
         finite = values[np.isfinite(values)]
         if finite.size:
-            # As float64 large integers would lose their last digits.
+            # As float64, large integers would lose digits.
             exact = piece if piece.dtype.kind in "iu" else finite
             extremes += [exact.min().item(), exact.max().item()]
             with np.errstate(over="ignore"):
@@ -331,11 +330,11 @@ def summarise(
             if not math.isfinite(mean):
                 mean = float((finite / finite.size).sum())
             means.append((finite.size, mean))
-    found: dict[str, Any] = {name: counts[name] for name in _COUNTED}
-    count = found["finite_count"]
+    facts |= {name: counts[name] for name in _COUNTED}
+    count = counts["finite_count"]
     if not count:
-        found |= dict.fromkeys(("mean", "std", "min", "max"))
-        return TensorStats(**facts, **found, histogram=Histogram(edges=(), counts=()))
+        facts |= dict.fromkeys(("mean", "std", "min", "max"))
+        return TensorStats(**facts, histogram=Histogram(edges=(), counts=()))
     mean = sum(value * (size / count) for size, value in means)
     edges = _edges(min(extremes), max(extremes), max(1, bin_count))
     bins, squares = np.zeros(len(edges) - 1, np.int64), 0.0
@@ -346,7 +345,6 @@ def summarise(
             squares += float(np.square(finite - mean).sum())
     return TensorStats(
         **facts,
-        **found,
         mean=mean,
         std=math.sqrt(squares / count),
         min=min(extremes),
@@ -356,7 +354,7 @@ def summarise(
 
 
 def _wide(piece: NDArray[Any]) -> NDArray[np.float64]:
-    # numpy warns of the NaN of types that it does not know.
+    # numpy warns of the NaN of types of `ml_dtypes`.
     with np.errstate(invalid="ignore"):
         return piece.astype(np.float64)
 
@@ -364,10 +362,10 @@ def _wide(piece: NDArray[Any]) -> NDArray[np.float64]:
 def _edges(low: float, high: float, bin_count: int) -> NDArray[np.float64]:
     low, high = float(low), float(high)
     if low == high:
-        # As numpy does: a bin needs some width.
+        # As in numpy: a bin needs a width.
         low, high = low - 0.5, high + 0.5
-    # Halves, so that the distance of the extremes of float64 does not overflow.
+    # With halves, the distance of the extremes of float64 does not overflow.
     edges = 2 * np.linspace(low / 2, high / 2, bin_count + 1)
     edges[0], edges[-1] = low, high
-    # Half of the smallest float there is rounds to nothing.
+    # Half of the smallest float rounds to 0, which may leave the range.
     return np.maximum.accumulate(np.clip(edges, low, high))

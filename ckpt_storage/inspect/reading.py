@@ -1,6 +1,6 @@
-"""A checkpoint held open: which values it has, and reads of them in batches, verified.
+"""An open checkpoint: its values, and verified reads of them in batches.
 
-Elements are moved as words of their size, so that types that numpy lacks are read alike.
+Elements are read as words of their size, also those of types that numpy lacks.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from .views import Entry, Sharding
 
 Words = NDArray[np.generic]
 Names = str | Iterable[str] | Callable[[str], bool] | None
-"""Names, or a function that says of each whether it is wanted; None: all of them."""
+"""Names, or a predicate of names; None: all names."""
 
 _PIECE = 1 << 20
-"""Elements that are looked at together: 8 MiB as float64."""
+"""Elements that are compared or counted together: 8 MiB as float64."""
 _PIECES_HELD = 8
-"""A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
+"""An upper bound: a piece, the buffers of its read, and the same of a second tensor."""
 
 
 @lru_cache(maxsize=8)
 def _kept(_: Location) -> dict[Hashable, Any]:
-    """Return what this process keeps of the documents at one of the last places it opened."""
+    """Return the cache of documents of one of the last locations that this process opened."""
     return {}
 
 
 class Handle:
-    """One open checkpoint; every read has a deadline of its own. Any thread.
+    """One open checkpoint; every read has its own deadline. Thread-safe.
 
-    Another writer's next save may use its names again. So length and time of its files are noted at
-    the opening and compared after every read.
+    The next save of another writer may reuse its file names, so the lengths and times of its files
+    are compared with those at the opening after every read.
     """
 
     def __init__(
@@ -78,14 +78,15 @@ class Handle:
         with self.session("Opening") as store:
             source = self._open(store)
         self.source = source
-        # How much to hold at a time of what may be too large to hold.
+        # The size of a piece of tensors that may exceed the memory limit.
         self.piece_bytes = max(1, self.options.memory_limit_bytes // _PIECES_HELD)
         self._pacer = Pacer(self.options.thread_count)
         self.manifest = source.manifest if isinstance(source, CommittedSource) else None
         self.tensors = source.tensors
         self.values = {**source.tensors, **dict.fromkeys(sorted(source.blobs))}
-        telling = partial(reporting, phase="load", rank=0, with_bar=True)
-        self.reporting = partial(telling, save_id=source.save_id)
+        self.reporting = partial(
+            reporting, phase="load", rank=0, with_bar=True, save_id=source.save_id
+        )
 
     def _open(self, store: Store) -> Source:
         self.options = TransferOptions.for_storage(
@@ -98,62 +99,60 @@ class Handle:
         return open_newest(store, self.options)
 
     def close(self) -> None:
-        """Refuse reads from now on and release what the store owns; idempotent."""
+        """Refuse further reads and close the store; idempotent."""
         self._is_closed = True
         self._store.close()
 
     def unknown(self, fqn: object) -> KeyError:
-        """Return the error that says that there is no such name, and which are like it."""
-        near: list[str] = []
-        if isinstance(fqn, str):
-            near = find_near_names(fqn, self.values)
+        """Return the error for a missing name, with similar names."""
+        near = find_near_names(fqn, self.values) if isinstance(fqn, str) else []
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
         return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
 
     def chosen(self, names: Names, prefix: str | None, other: Handle | None = None) -> list[str]:
-        """Return the names that are wanted. Raises `KeyError` for one in neither of two."""
+        """Return the selected names. Raises `KeyError` for a name in neither checkpoint."""
         if names is None or callable(names):
-            found = [fqn for fqn in self.values if names is None or names(fqn)]
+            selected = [fqn for fqn in self.values if names is None or names(fqn)]
         else:
             wanted = dict.fromkeys([names] if isinstance(names, str) else names)
             for fqn in wanted:
                 if fqn not in self.values and (other is None or fqn not in other.values):
                     raise self.unknown(fqn)
-            found = [fqn for fqn in wanted if fqn in self.values]
-        return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
+            selected = [fqn for fqn in wanted if fqn in self.values]
+        return [fqn for fqn in selected if prefix is None or fqn.startswith(prefix)]
 
     def entry(self, fqn: str) -> Entry:
-        """Return what a value is."""
+        """Return dtype and shape of a value."""
         info = self.values.get(fqn)
         if info is None:
             return Entry(fqn=fqn)
         return Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
 
     def sharding(self, fqn: str) -> Sharding:
-        """Return how a tensor is cut into chunks. Raises `KeyError`."""
+        """Return the chunks of a tensor. Raises `KeyError`."""
         info = self.tensors[fqn]
         return Sharding(shape=info.shape, boxes=info.boxes, owners=info.owners or None)
 
     @contextmanager
     def session(self, what: str) -> Iterator[Store]:
-        """Give the store for one operation, which is over once nothing has moved."""
+        """Yield the store for one operation, which fails when no bytes arrive for the timeout."""
         if self._is_closed:
-            told = f"{self.url} was closed."
-            raise InvalidInputError(told, next_step="Open it again with open_checkpoint.")
+            message = f"{self.url} was closed."
+            raise InvalidInputError(message, next_step="Open it again with open_checkpoint.")
         what = f"{what} {self.url}"
         deadline = stalling_deadline("load", self._timeout_s, what)
         with deadline.annotate_errors(what):
             yield self._store.bounded(deadline)
 
     def places(self, keys: Sequence[Key], store: Store) -> list[ChunkPlace]:
-        """Return where chunks and blobs lie, looked up in a session."""
+        """Return the places of chunks and blobs; call it in a session."""
         with self._lock:
             self.source.store = store
             return list(self.source.places(keys))
 
     @contextmanager
     def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
-        """Give a reader, and the places of chunks and blobs; explain errors of the block."""
+        """Yield a reader and the places of chunks and blobs; add context to errors of the block."""
         places: list[ChunkPlace] = []
         with self.session("Reading from") as store, adding_context(self.source, store, places):
             places += self.places(keys, store)
@@ -163,7 +162,7 @@ class Handle:
 OnBytes = Callable[[int], None]
 
 WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""The numpy type that moves an element of so many bytes as it is."""
+"""The numpy type of words by the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,15 +183,15 @@ class ArrayRead(ChunkRead):
         for copy in copies:
             strides = [stride * self.item_bytes for stride in copy.source_strides]
             at = copy.source_offset_elements * self.item_bytes
-            found: Words = np.ndarray(copy.sizes, WORDS[self.item_bytes], window, at, strides)
+            words: Words = np.ndarray(copy.sizes, WORDS[self.item_bytes], window, at, strides)
             pairs = zip(copy.dest_offsets, copy.sizes, strict=True)
-            # The ellipsis gives a view of an array without dimensions, too.
+            # With the ellipsis, an array without dimensions gives a view.
             where: Any = (*(slice(start, start + count) for start, count in pairs), ...)
-            self.fill(self.array[where], found)
+            self.fill(self.array[where], words)
 
-    def fill(self, out: Words, found: Words) -> None:
-        """Put elements into a part of the array."""
-        out[...] = found
+    def fill(self, out: Words, words: Words) -> None:
+        """Put elements into a view of the array."""
+        out[...] = words
 
 
 def read_tensors(
@@ -236,34 +235,34 @@ def _read_parts(
         raw = [read for read in reads if read.place.kind == "raw"]
         chunks.read(raw, gaps=gaps, on_bytes=on_bytes)
         if len(raw) < len(reads):
-            from .torchload import read_opaque, words_of  # noqa: PLC0415  # only torch reads these
+            from .torchload import read_opaque, words_of  # noqa: PLC0415  # imports torch
 
-            for read, found in read_opaque(chunks, reads, on_bytes=on_bytes):
-                array = read.array  # type: ignore[attr-defined]  # made above
-                array[...] = words_of(found, array.dtype.str)
+            for read, elements in read_opaque(chunks, reads, on_bytes=on_bytes):
+                array = read.array  # type: ignore[attr-defined]  # an `ArrayRead`
+                array[...] = words_of(elements, array.dtype.str)
 
 
 def _parts(
     handle: Handle, fqn: str, ranges: Selection, array: Words
 ) -> Iterator[tuple[Key, Callable[..., ArrayRead]]]:
-    """Yield the chunks that hold a selection, and the read of each, which lacks its place."""
+    """Yield the chunks of a selection, each with its read, which still lacks the place."""
     if not all(ranges):
         return
     starts = tuple(r.start for r in ranges)
     hull = Box(starts, tuple(r[-1] + 1 - r.start for r in ranges))
-    info, held_count = handle.tensors[fqn], 0
+    info, covered_count = handle.tensors[fqn], 0
     for chunk in (info.boxes[at] for at in info.overlapping(hull)):
         inside: Any = clip(ranges, chunk)
         if inside is not None:
             where, into = inside[0], array[(*inside[1], ...)]
-            held_count += into.size
+            covered_count += into.size
             read = partial(ArrayRead, item_bytes=array.itemsize, chunk_sizes=chunk.sizes)
             yield (fqn, chunk.offsets), partial(read, where=where, array=into)
-    if held_count != array.size:
-        # Memory that no chunk fills would pass for values.
+    if covered_count != array.size:
+        # The other elements would be uninitialised memory.
         raise FormatError(
-            f"{handle.url}: the chunks of {fqn} hold {held_count} of {array.size} elements that "
-            "were asked for.",
+            f"{handle.url}: the chunks of {fqn} hold {covered_count} of the {array.size} selected "
+            "elements.",
             next_step="The save was incomplete, or its metadata is damaged; load another "
             "checkpoint.",
         )
@@ -272,7 +271,7 @@ def _parts(
 def read_stored(
     handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
 ) -> list[tuple[bytearray, ChunkPlace]]:
-    """Return values that are no tensors as they are stored, all read in one batch."""
+    """Return the stored bytes of blobs, all read in one batch."""
     if not fqns:
         return []
     with handle.reading([(fqn, None) for fqn in fqns]) as (chunks, places):
@@ -283,11 +282,11 @@ def read_stored(
 def read_objects(
     handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
 ) -> Mapping[str, object]:
-    """Return values that are no tensors; `UnsafeContentError` where that would run code."""
+    """Return the objects in blobs. Raises `UnsafeContentError` if unpickling would run code."""
     stored = read_stored(handle, fqns, on_bytes=on_bytes)
     if not stored:
         return {}
-    from .torchload import blob_value  # noqa: PLC0415  # torch.load reads what it wrote
+    from .torchload import blob_value  # noqa: PLC0415  # imports torch
 
     return {
         fqn: blob_value(buffer, place, unsafe_pickle=handle.unsafe_pickle)
@@ -295,39 +294,39 @@ def read_objects(
     }
 
 
-def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:
-    """Yield selections of at most `most_count` elements that follow one another in C order.
+def slabs(shape: Sequence[int], max_count: int) -> Iterator[Selection]:
+    """Yield adjacent selections of at most `max_count` elements, in C order.
 
-    Each is of adjacent rows of one dimension; that of an empty shape has no elements.
+    Each has adjacent rows of one dimension; that of an empty shape has no elements.
     """
     count = math.prod(shape)
-    if count <= most_count:
+    if count <= max_count:
         yield tuple(map(range, shape))
     else:
-        step = max(1, most_count * shape[0] // count)
+        step = max(1, max_count * shape[0] // count)
         for start in range(0, shape[0], step):
-            for inner in slabs(shape[1:], most_count):
+            for inner in slabs(shape[1:], max_count):
                 yield (range(start, min(start + step, shape[0])), *inner)
 
 
 def walk(
     handles: Sequence[Handle], fqns: Iterable[str], *, on_bytes: OnBytes
 ) -> Iterator[tuple[str, list[Words]]]:
-    """Yield the elements of tensors in C order, piece by piece: flat words, of each of `handles`.
+    """Yield the elements of tensors in C order, in pieces: flat words from each of `handles`.
 
-    Shapes are those of the first. Small tensors are read many at a time.
+    Shapes are those of the first handle. Small tensors are read in batches.
     """
     batch: list[tuple[str, Selection]] = []
     max_bytes, size_bytes = min(handle.piece_bytes for handle in handles), 0
     for fqn in fqns:
         item_bytes = max(handle.entry(fqn).item_bytes for handle in handles)
-        for part in slabs(handles[0].tensors[fqn].shape, max(1, max_bytes // item_bytes)):
-            part_bytes = math.prod(map(len, part)) * item_bytes
-            if size_bytes + part_bytes > max_bytes:
+        for slab in slabs(handles[0].tensors[fqn].shape, max(1, max_bytes // item_bytes)):
+            slab_bytes = math.prod(map(len, slab)) * item_bytes
+            if size_bytes + slab_bytes > max_bytes:
                 yield from _pieces(handles, batch, on_bytes)
                 batch, size_bytes = [], 0
-            batch.append((fqn, part))
-            size_bytes += part_bytes
+            batch.append((fqn, slab))
+            size_bytes += slab_bytes
     yield from _pieces(handles, batch, on_bytes)
 
 
@@ -343,19 +342,19 @@ def _pieces(
 
 
 def numpy_name(dtype: str) -> str | None:
-    """Return the name of numpy's type, or `ml_dtypes`', for torch's `dtype`; None without one."""
+    """Return the name of the type of numpy or `ml_dtypes` for torch's `dtype`; None without one."""
     is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
     return dtype if is_narrow else DTYPES[dtype].numpy
 
 
 def elements_of(words: Words, dtype: str) -> NDArray[Any]:
-    """Return words as elements of torch's type `dtype`, in the same memory, or raise."""
+    """Return words as elements of torch's `dtype`, in the same memory. Raises `CheckpointError`."""
     name = numpy_name(dtype)
     if name is None:
         what = f"numpy has no type for {dtype}."
         raise CheckpointError(what, next_step="Read the tensor with .torch().")
     if DTYPES[dtype].numpy is not None:
         return words.view(name)
-    import ml_dtypes  # noqa: PLC0415  # only where it is needed
+    import ml_dtypes  # noqa: PLC0415  # rarely needed
 
     return words.view(getattr(ml_dtypes, name))

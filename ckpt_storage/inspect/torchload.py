@@ -1,6 +1,6 @@
-"""What only `torch.load` can read: blobs, and tensors that do not lie in their item as plain bytes.
+"""Items that only `torch.load` can read: blobs, and tensors without plain bytes in their item.
 
-Runs nothing that a checkpoint names (invariant I10).
+Runs no code of a checkpoint (invariant I10).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _ZIP_START = b"PK\x03\x04"
 
 
 def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> Tensor:
-    """Return words as a tensor of torch's type `dtype`, in the same memory if it can."""
+    """Return words as a tensor of torch's `dtype`, in the same memory if possible."""
     flat = np.require(words.reshape(-1), requirements=["C", "W"])
     tensor = torch.from_numpy(flat.view("u1")).view(getattr(torch, dtype)).reshape(words.shape)
     return tensor if device is None else tensor.to(device)
 
 
-def words_of(tensor: Tensor, word: str) -> NDArray[Any]:
+def words_of(tensor: Tensor, dtype: str) -> NDArray[Any]:
     """Return a tensor as numpy words of the size of its elements."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    words: NDArray[Any] = plain.reshape(-1).view(torch.uint8).numpy().view(word)
+    words: NDArray[Any] = plain.reshape(-1).view(torch.uint8).numpy().view(dtype)
     return words.reshape(tuple(tensor.shape))
 
 
@@ -49,11 +49,11 @@ def read_opaque(
     for read in reads:
         if read.place.kind == "opaque":
             users.setdefault((read.place.path, read.place.start), []).append(read)
-    for some in users.values():
-        place = some[0].place
+    for item_reads in users.values():
+        place = item_reads[0].place
         (buffer,) = chunks.read_bytes([place], on_bytes=on_bytes)
         whole = load_whole(buffer, place)
-        for read in some:
+        for read in item_reads:
             if tuple(whole.shape) != read.chunk_sizes:
                 raise FormatError(
                     f"{place.fqn} in {place.path} has shape {list(whole.shape)}; the metadata "
@@ -67,7 +67,7 @@ def read_opaque(
 
 
 def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
-    """Return a tensor as torch reads it. Raises `UnsafeContentError`, `FormatError`."""
+    """Return the tensor in an item. Raises `UnsafeContentError`, `FormatError`."""
     try:
         tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -79,28 +79,28 @@ def load_whole(buffer: bytearray, place: ChunkPlace) -> Tensor:
 
 
 def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> object:
-    """Return the object in a blob; with `unsafe_pickle` anything, running what it names.
+    """Return the object in a blob; with `unsafe_pickle`, run the code that its pickle names.
 
     Raises `UnsafeContentError`, `FormatError`.
     """
     if not unsafe_pickle:
         scan_blob(buffer, place)
     try:
-        trusted: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
+        value: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
     except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
         raise FormatError(
-            f"{place.fqn} in {place.path} cannot be unpickled ({told}).",
+            f"{place.fqn} in {place.path} cannot be unpickled ({reason}).",
             path=place.path,
             phase="load",
-            next_step="Check that the checkpoint is not damaged, and that the modules its classes "
-            "come from can be imported here.",
+            next_step="Check that the checkpoint is not damaged, and that the modules of its "
+            "classes can be imported here.",
         ) from error
-    return trusted
+    return value
 
 
 def scan_blob(buffer: bytearray, place: ChunkPlace) -> None:
-    """Raise `UnsafeContentError` or `FormatError` if `refusal_of` a blob says why."""
+    """Raise `UnsafeContentError` or `FormatError` if there is a `refusal_of` a blob."""
     refusal = refusal_of(io.BytesIO(buffer))
     if refusal is not None:
         step = "add_safe_globals, or pass unsafe_pickle=True."
@@ -108,30 +108,30 @@ def scan_blob(buffer: bytearray, place: ChunkPlace) -> None:
 
 
 def refusal_of(blob: io.BytesIO) -> Exception | None:
-    """Return why unpickling a blob could do more than make inert values; None if it cannot.
+    """Return why unpickling a blob may run code; None if it makes inert values only.
 
-    Planners call `torch.load(weights_only=False)`; what torch's restricted unpickler accepts
-    resolves only allow-listed names there too. Arrays of numbers and buffers, which it refuses,
-    are inert as well.
+    Planners call `torch.load(weights_only=False)`. A pickle that torch's restricted unpickler
+    accepts resolves only allow-listed names there, too. Arrays of numbers and buffers, which the
+    restricted unpickler refuses, are also inert.
     """
     blob.seek(0)
     try:
         if not _is_inert(blob):
             blob.seek(0)
             torch.load(blob, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001  # torch raises what it likes; each is a refusal
+    except Exception as error:  # noqa: BLE001  # torch raises many types; each is a refusal
         return error
     return None
 
 
 def name_in(refusal: Exception) -> str:
     """Return the class or function for which a blob was refused."""
-    found = _FORBIDDEN.search(str(refusal))
-    return found[1] if found else "unknown type"
+    match = _FORBIDDEN.search(str(refusal))
+    return match[1] if match else "unknown type"
 
 
 def _not_loadable(error: Exception, place: ChunkPlace, step: str) -> CheckpointError:
-    """Return in one line what torch's restricted unpickler says in many."""
+    """Return the error for a refusal of torch's restricted unpickler."""
     if isinstance(error, EOFError) or "PytorchStreamReader" in str(error):
         return FormatError(
             f"{place.fqn} in {place.path} cannot be read ({type(error).__name__}).",
@@ -139,23 +139,23 @@ def _not_loadable(error: Exception, place: ChunkPlace, step: str) -> CheckpointE
             phase="load",
             next_step="Check that the checkpoint is complete and not damaged.",
         )
-    found = _FORBIDDEN.search(str(error))
+    match = _FORBIDDEN.search(str(error))
     return UnsafeContentError(
         f"{place.fqn} in {place.path} is not a value that torch loads with weights_only=True"
-        f"{': it names ' + found[1] if found else ''}.",
+        f"{': it names ' + match[1] if match else ''}.",
         path=place.path,
         phase="load",
-        next_step=f"If you trust who wrote it, allow its types by torch.serialization.{step}",
+        next_step=f"If you trust its writer, allow its types by torch.serialization.{step}",
     )
 
 
 def _is_inert(blob: io.BytesIO) -> bool:
-    # A reader of archives looks at the end of the bytes, torch.load at their start: where no
-    # archive starts it runs the pickle there, whatever archive may follow.
+    # Readers of archives start at the end of the bytes, but torch.load at their beginning: without
+    # the magic of an archive there, it runs them as a pickle.
     if blob.getbuffer()[: len(_ZIP_START)] != _ZIP_START:
         return False
     try:
-        # What torch.load itself opens, so that both see the same records.
+        # The reader of torch.load, so that both see the same records.
         archive: Any = torch._C.PyTorchFileReader(blob)  # noqa: SLF001
         # torch.load gives an archive with this record to TorchScript.
         if archive.has_record("constants.pkl"):

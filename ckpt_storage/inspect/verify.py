@@ -1,4 +1,4 @@
-"""Is a checkpoint sound: every byte of it read and checked, every document held to the others."""
+"""`verify`: every byte of a checkpoint is checked, and every document against the others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ckpt_storage.commit import slotlog
@@ -46,19 +47,19 @@ from ckpt_storage.transfer.workers import side_by_side, some_at_once
 from .checks import ExportStatus, Findings, Problem, check_exports, check_foreign, check_stock
 
 _LOCAL_WINDOW_BYTES = 1 << 20
-"""Checked while it is in a processor's second-level cache."""
+"""Small enough to be checked while it is in the second-level cache of a processor."""
 _BATCH_RANKS = 32
-"""Ranks whose files are read at a time: all checksums of their blocks are in memory then."""
+"""Ranks whose files are read at a time; the checksums of all their blocks are in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found. `ok` is whether nothing is wrong.
+    """The result of `verify`.
 
-    `exports` are those directly below `url`, and one at `url` itself; a stale one is no problem.
-    `notes` names values that are sound and that `load` refuses all the same. `link_counts` has the
-    files that share their storage with those of other saves, by hard links, with the number of
-    names that each has: damage to one of them is damage to all.
+    `exports` are those directly below `url`, and one at `url` itself; a stale export is no problem.
+    `notes` names sound values that `load` refuses. `link_counts` has the number of names of each
+    file that shares its storage with files of other saves, by hard links: damage to one of them is
+    damage to all.
     """
 
     url: str
@@ -73,7 +74,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no problem was found."""
+        """Whether there are no problems."""
         return not self.problems
 
 
@@ -88,16 +89,16 @@ def verify(  # the public surface, all keyword-only
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> VerifyReport:
-    """Check a checkpoint and report everything that is wrong with it.
+    """Check a checkpoint and report all its problems.
 
-    `deep` reads every byte of every file and holds it against its checksum; otherwise only
-    documents and file lengths are checked. Checkpoints of other writers carry no checksums:
-    there only that the files can be read. Any rank; not collective; changes nothing.
+    With `deep`, every byte of every file is read and checked; otherwise documents and file lengths
+    are. Checkpoints of other writers have no checksums: their files are checked for existence and
+    length. Any rank; not collective; changes nothing.
 
-    `timeout` (`Timeouts.load`) is how long nothing may arrive, however
-    long the whole takes. `progress`: True: a bar; or a callable that takes each `ProgressEvent`.
+    It fails when no bytes arrive for `timeout` (`Timeouts.load`). `progress`: True shows a bar; or
+    a callable that gets each `ProgressEvent`.
 
-    Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
+    Damage is reported, not raised. Raises as `open_checkpoint` if there is no checkpoint.
     """
     location, timeouts = Location.to_read(url, storage_options), Timeouts.of(timeout)
     what = f"Verifying {location.url}"
@@ -108,19 +109,26 @@ def verify(  # the public surface, all keyword-only
         while True:
             check = _Check(ranges, is_deep=deep, progress=progress if deep else None)
             check.run()
-            # What was superseded and freed while it was being checked is not damaged.
+            # A save that was freed during the check is not damaged: check the new head.
             save_id = check.save_id
             if not (save_id and check.problems and gone(store, save_id, location.url)):
                 break
             deadline.check(what)
-    names = ("format", "save_id", "problems", "file_count", "checked_bytes", "link_counts")
-    found: dict[str, Any] = {name: getattr(check, name) for name in names}
-    notes, exports = tuple(check.notes), check.exports or ()
-    return VerifyReport(url=location.url, exports=exports, notes=notes, **found)
+    return VerifyReport(
+        url=location.url,
+        format=check.format,
+        save_id=check.save_id,
+        problems=check.problems,
+        file_count=check.file_count,
+        checked_bytes=check.checked_bytes,
+        exports=check.exports or (),
+        notes=tuple(check.notes),
+        link_counts=check.link_counts,
+    )
 
 
 def divided(files: Iterable[tuple[FileRef, int]], count: int) -> list[dict[str, int]]:
-    """Divide the files of a manifest into parts, lengths by path, that differ by one at most."""
+    """Divide the files of a manifest into `count` parts of similar size: lengths by path."""
     loads = [(0, number) for number in range(count)]
     parts: list[dict[str, int]] = [{} for _ in loads]
     for ref, _ in files:
@@ -133,10 +141,10 @@ def divided(files: Iterable[tuple[FileRef, int]], count: int) -> list[dict[str, 
 def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> str | None:
     """Check whether part `number` of `count` can be loaded; return the save id, None without one.
 
-    Unlike `verify` it passes over what no load needs: `.metadata`, markers and exports. The first
-    part also checks that files of another writer can be read. Raises `IntegrityError` for the
-    first problem, `CheckpointGoneError` if the save was replaced or deleted meanwhile, what opening
-    raises if there is nothing, `StorageError`, `PhaseTimeoutError`.
+    Files that no load needs (`.metadata`, markers, exports) are not checked. The first part checks
+    files of another writer, too. Raises `IntegrityError` for the first problem,
+    `CheckpointGoneError` if the save was replaced or deleted meanwhile, `StorageError`,
+    `PhaseTimeoutError`, and as `open_checkpoint` without a checkpoint.
     """
     check = _Check(_reader(store), is_deep=deep, is_strict=True, part=number, part_count=count)
     with store.deadline.annotate_errors(f"Checking {store.url}"):
@@ -151,7 +159,7 @@ def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> 
 
 
 def part_bytes(store: Store, count: int) -> list[int]:
-    """Return how many bytes a deep check of each part reads; 0 for what another tool wrote."""
+    """Return the bytes that a deep check of each part reads; 0 for files of another tool."""
     with store.deadline.annotate_errors(f"Checking {store.url}"):
         head = slotlog.read_log(store).head
         files = () if head is None else read_manifest(store, head).files
@@ -163,7 +171,7 @@ def _reader(
 ) -> RangeReader:
     options = TransferOptions.for_storage(
         is_remote=store.capabilities.is_remote,
-        # A second thread waits for Python's lock longer than it reads: checks hold that.
+        # Checks hold Python's lock, so a second thread would mostly wait.
         local_threads=1,
         local_part_bytes=_LOCAL_WINDOW_BYTES,
         thread_count=thread_count,
@@ -173,12 +181,12 @@ def _reader(
 
 
 _Rank = tuple[int, dict[str, FileRef], list[Key]]
-"""What the manifest says that one rank wrote: its number, files by path, chunks and blobs."""
+"""A rank in the manifest: its number, its files by path, and the keys of its values."""
 
 
 @dataclass(slots=True)
 class _Check(Findings):
-    """One check. A strict one checks only what loads need."""
+    """One check; a strict check covers only files that loads need."""
 
     part: int = 0
     part_count: int = 1
@@ -188,7 +196,7 @@ class _Check(Findings):
     exports: Sequence[ExportStatus] | None = None
 
     def run(self) -> None:
-        """Check whatever is there. Raises what opening raises if there is nothing to check."""
+        """Check the checkpoint. Raises as `open_checkpoint` if there is none."""
         try:
             head = slotlog.read_log(self.store).head
             if head is not None:
@@ -207,14 +215,14 @@ class _Check(Findings):
             with self.noting():
                 raise error from None
         except CheckpointInProgressError as error:
-            # The check of exports notes the folder of one that is not complete.
+            # `check_exports` reports an unfinished export.
             if self.is_strict or not (error.path or "").endswith(GUARD_NAME):
                 raise
         if not self.is_strict and self.exports is None:
             self.exports = check_exports(self, self.save_id)
 
     def _check_ours(self, head: SlotRecord) -> None:
-        """Check documents and files; decoding the manifest finds chunks that leave a gap."""
+        """Check documents and files; the decoder of the manifest finds gaps between chunks."""
         ranges, manifest = self.ranges, read_manifest(self.store, head)
         self.file_count += 1
         if not self.is_strict:
@@ -234,23 +242,23 @@ class _Check(Findings):
             ranks = self._ranks(manifest, files)
             for at in range(0, len(ranks), _BATCH_RANKS):
                 batch = ranks[at : at + _BATCH_RANKS]
-                # Of its own, so that no more rank manifests are held than of one batch.
+                # A new source for each batch, because it keeps the rank manifests that it reads.
                 source = CommittedSource(self.store, head, manifest, ranges.options)
-                looks = [partial(self._check_rank, source, rank, files) for rank in batch]
-                reads = [read for some in side_by_side(self.store, looks) for read in some]
+                checks = [partial(self._check_rank, source, rank, files) for rank in batch]
+                reads = list(chain.from_iterable(side_by_side(self.store, checks)))
                 with self.noting():
                     ranges.run(reads, on_bytes=self.on_bytes)
                 self.file_count += sum(1 + len(rank[1]) for rank in batch)
                 self.checked_bytes += sum(read.stop - read.start for read in reads)
-            self.problems.sort(key=lambda one: (one.rank or 0, one.file or "", one.offset or 0))
+            self.problems.sort(key=lambda p: (p.rank or 0, p.file or "", p.offset or 0))
             if not self.is_strict:
                 self._check_slots(head)
-                # Late, because a saver that committed a moment ago is about to publish.
+                # Last, because a saver publishes after its commit.
                 check_stock(self, head, manifest)
                 self.exports = check_exports(self, self.save_id)
 
     def _check_slots(self, head: SlotRecord) -> None:
-        """Check the records that nobody needs to read the head, and that none is missing."""
+        """Check that the slots below the head exist and are sound."""
 
         def check(slot: int) -> None:
             with self.noting(slot_path(slot)):
@@ -263,7 +271,7 @@ class _Check(Findings):
             some_at_once(checks, self.ranges.options.thread_count, deadline=self.store.deadline)
 
     def _ranks(self, manifest: Manifest, files: Mapping[str, int]) -> list[_Rank]:
-        """Return the ranks that have something in this part; the first has those without files."""
+        """Return the ranks with files in this part; ranks without files are in the first part."""
         ranks: list[_Rank] = [(number, {}, []) for number in range(len(manifest.ranks))]
         for ref, owner in manifest.files:
             ranks[owner][1][ref.path] = ref
@@ -273,19 +281,19 @@ class _Check(Findings):
                     ranks[owner][2].append((fqn, box.offsets))
         for fqn, owner in manifest.blobs.items():
             ranks[owner][2].append((fqn, None))
-        return [one for one in ranks if files.keys() & one[1] or not (self.part or one[1])]
+        return [rank for rank in ranks if files.keys() & rank[1] or not (self.part or rank[1])]
 
     def _check_rank(
         self, source: CommittedSource, rank: _Rank, files: Mapping[str, int]
     ) -> list[RangeRead]:
-        """Check what one rank wrote, but for the content of its files; return the reads of that."""
+        """Check the documents and file lengths of a rank; return the reads of its files."""
         reads = list[RangeRead]()
         number, refs, keys = rank
         path = source.manifest.ranks[number].path
         with self.noting(path, number):
             document = source.rank_manifest(number)
             if {file.path: file.ref() for file in document.files} != refs:
-                what = f"{path} and the manifest do not describe the same files."
+                what = f"{path} and the manifest describe different files."
                 raise IntegrityError(what, offset=0, next_step=DAMAGED)
             for key in keys:
                 with self.noting():
@@ -295,7 +303,7 @@ class _Check(Findings):
                     message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load "
                     "refuses it.",
                     next_step="Allow its types by torch.serialization.add_safe_globals, or, if "
-                    "you trust who wrote it, load with unsafe_pickle=True.",
+                    "you trust its writer, load with unsafe_pickle=True.",
                     file=path,
                     rank=number,
                     fqn=fqn,

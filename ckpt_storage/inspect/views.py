@@ -1,4 +1,4 @@
-"""What is told of a checkpoint without reading its values: as values, as text and as HTML."""
+"""Names, shapes and shardings of a checkpoint: as values, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TIMES = " \N{MULTIPLICATION SIGN} "
 DASH = "\N{EN DASH}"
 
 NUMBER = re.compile(r"([0-9]{1,18})")
-"""Python converts no more than some thousand digits, and a layer has few."""
+"""Of few digits: Python converts only some thousands."""
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _ROUND_FROM = 100
-_MOST_RUNS = 3
-_LEAST_ALIKE = 3
-_MOST_LEVELS = 40
-"""Names may be nested deeper than the stack takes."""
-_MOST_ROWS = 400
-_MOST_CHUNKS = 256
+_MAX_RUNS = 3
+_MIN_ALIKE = 3
+_MAX_LEVELS = 40
+"""A limit against names that are nested deeper than the stack."""
+_MAX_ROWS = 400
+_MAX_CHUNKS = 256
 _MORE = "… (more names than are shown; narrow it with depth=)"
 _GOLDEN_ANGLE = 137.508
-"""Hues so far apart that neighbours never look alike, however many ranks there are."""
+"""The step of hues, with which neighbouring ranks have distinct colours."""
 
 _STYLE = """
 .ckpt{font:13px/1.45 system-ui,sans-serif;max-width:64rem;text-align:left}
@@ -48,7 +48,7 @@ border-top:1px solid rgba(128,128,128,.22)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One value: a tensor, or, without a dtype, an object of unknown size."""
+    """One value: a tensor, or an object of unknown size, which has no dtype."""
 
     fqn: str
     dtype: str | None = None
@@ -79,9 +79,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The chunks of a tensor of `shape`, and the ranks that wrote them; iterating gives `Chunk`s.
+    """The chunks of a tensor of `shape`, and the ranks that wrote them; iterates over `Chunk`s.
 
-    Of a regular sharding no chunk is made before it is asked for. `owners` None: not known.
+    The boxes of a grid are made on access. `owners` is None if they are unknown.
     """
 
     shape: tuple[int, ...]
@@ -98,14 +98,14 @@ class Sharding:
 
     @property
     def counts(self) -> tuple[int, ...] | None:
-        """Into how many parts each dimension is cut; None if the chunks make no grid."""
+        """The number of chunks along each dimension; None if the chunks form no grid."""
         boxes = self.boxes
         grid = boxes if isinstance(boxes, Grid) else find_grid(self.shape, boxes)
         return None if grid is None else tuple(map(len, grid.cuts))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote a chunk, ascending; empty where the format does not tell."""
+        """The ranks that wrote a chunk, ascending; empty if they are unknown."""
         return tuple(sorted(set(self.owners or ())))
 
     def __str__(self) -> str:
@@ -118,10 +118,10 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """One file that holds values: its path below the checkpoint, length and CRC-32C.
+    """A file with values: its path below the checkpoint, length and CRC-32C.
 
-    `rank` wrote it. None: the format does not tell. `group` is the pattern of names that chose what
-    lies in it, None if none did.
+    `rank` is the rank that wrote it, None if unknown. `group` is the pattern of the names in it,
+    None if it has no group.
     """
 
     path: str
@@ -132,12 +132,12 @@ class StoredFile:
 
 
 def shown(text: str) -> str:
-    """Return `text` with control characters, and marks that turn writing round, spelt out."""
+    """Return `text` with control characters and bidirectional marks escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key in which 9 comes before 10."""
+    """Return a sort key by which 9 comes before 10."""
     parts = enumerate(NUMBER.split(name))
     return [(int(part), "") if at % 2 else (-1, part) for at, part in parts]
 
@@ -146,12 +146,12 @@ def human_bytes(count: int) -> str:
     """Return a number of bytes in decimal units: 1.26 GB."""
     power = min((len(str(count)) - 1) // 3, len(_UNITS) - 1)
     value = count / 1000**power
-    told = f"{value:.0f}" if value >= _ROUND_FROM else f"{value:.3g}"
-    return f"{told} {_UNITS[power]}"
+    number = f"{value:.0f}" if value >= _ROUND_FROM else f"{value:.3g}"
+    return f"{number} {_UNITS[power]}"
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Return a shape for people: its sizes with times signs between, "scalar" if it has none."""
+    """Return a shape for people: its sizes with times signs between, or "scalar"."""
     return TIMES.join(map(str, shape)) or "scalar"
 
 
@@ -163,16 +163,17 @@ def runs_text(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    if len(runs) > _MOST_RUNS:
+    if len(runs) > _MAX_RUNS:
         return f"{numbers[0]}…{numbers[-1]}"
     return ", ".join(str(a) if a == b else f"{a}{DASH}{b}" for a, b in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One part of a name: the value that has just this name, and the rows below.
+    """One component of names: the value with exactly this name, and the rows below it.
 
-    It stands for `alike` siblings, which hold all of `entries`; what is below is of the first.
+    A row stands for `alike` siblings with equal contents; `entries` are the values of all siblings,
+    and `below` are the rows of the first.
     """
 
     name: str
@@ -181,8 +182,8 @@ class Row:
     below: Sequence[Row]
     alike: int
 
-    def told(self, copies: int = 1) -> tuple[str, str, str]:
-        """Return shape or number of values, types, and size, of which there are `copies`."""
+    def cells(self, copies: int = 1) -> tuple[str, str, str]:
+        """Return texts for shape or number of values, dtypes, and size times `copies`."""
         what = f"{len(self.entries):,} values"
         if self.alike > 1:
             what = f"{self.alike}{TIMES}{len(self.entries) // self.alike}"
@@ -199,33 +200,34 @@ _Named = tuple[Sequence[str], Entry]
 
 
 def rows_of(entries: Iterable[Entry]) -> list[Row]:
-    """Return the tree that names make, split at dots, sorted; alike ones are folded."""
+    """Return the tree of names, split at dots and sorted, with equal siblings folded."""
     return _rows_at([(entry.fqn.split("."), entry) for entry in entries], 0)
 
 
 def _rows_at(named: Sequence[_Named], at: int) -> list[Row]:
-    """Return the rows of values whose names differ from part `at` on."""
+    """Return the rows of values whose names differ from component `at` on."""
     by_part: dict[str, list[_Named]] = {}
-    for one in named if at < _MOST_LEVELS else ():
-        by_part.setdefault(one[0][at], []).append(one)
+    for parts, entry in named if at < _MAX_LEVELS else ():
+        by_part.setdefault(parts[at], []).append((parts, entry))
     series: dict[object, list[str]] = {}
     for part in sorted(by_part, key=natural):
-        kinds = ((*parts[at + 1 :], one.dtype, one.shape) for parts, one in by_part[part])
+        kinds = ((*parts[at + 1 :], entry.dtype, entry.shape) for parts, entry in by_part[part])
         key = frozenset(kinds) if NUMBER.fullmatch(part) else part
         series.setdefault(key, []).append(part)
     rows = []
     for alike in series.values():
-        groups = [alike] if len(alike) >= _LEAST_ALIKE else [[part] for part in alike]
+        groups = [alike] if len(alike) >= _MIN_ALIKE else [[part] for part in alike]
         rows += [_row([by_part[part] for part in group], at, group) for group in groups]
     return rows
 
 
 def _row(members: Sequence[Sequence[_Named]], at: int, parts: Sequence[str]) -> Row:
-    """Return what alike siblings are shown as, joined with a single row below it."""
+    """Return the row of equal siblings, merged with a single row below it."""
     name = parts[0] if len(parts) == 1 else f"[{runs_text(list(map(int, parts)))}]"
     first, alike = members[0], len(members)
     entry = next((entry for names, entry in first if len(names) == at + 1), None)
-    below: Sequence[Row] = _rows_at([one for one in first if len(one[0]) > at + 1], at + 1)
+    deeper = [(names, entry) for names, entry in first if len(names) > at + 1]
+    below: Sequence[Row] = _rows_at(deeper, at + 1)
     if entry is None and len(below) == 1 and 1 in {alike, below[0].alike}:
         (row,) = below
         name, entry, below = f"{name}.{row.name}", row.entry, row.below
@@ -236,9 +238,9 @@ def _row(members: Sequence[Sequence[_Named]], at: int, parts: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeView:
-    """The names of a checkpoint as a tree; text where it is printed, a table in a notebook.
+    """The names of a checkpoint as a tree, printed as text, and shown as a table in notebooks.
 
-    Alike layers are shown once. `depth` limits how many levels are shown, None: all of them.
+    Equal layers are shown once. `depth` limits the levels; None: all levels.
     """
 
     top: Sequence[Row]
@@ -246,23 +248,23 @@ class TreeView:
     depth: int | None = None
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(_MOST_ROWS, _MORE))
+        return "\n".join(self.lines(_MAX_ROWS, _MORE))
 
     __repr__ = __str__
 
-    def lines(self, most: int, more: str) -> Iterator[str]:
-        """Yield the first lines of text, and `more` if there are others."""
+    def lines(self, max_count: int, more: str) -> Iterator[str]:
+        """Yield up to `max_count` lines of text, and `more` if there are others."""
         for number, (branch, row, copies) in enumerate(self._rows()):
-            if number == most:
+            if number == max_count:
                 yield more
                 return
-            yield f"{branch}{shown(row.name)}  {'  '.join(filter(None, row.told(copies)))}"
+            yield f"{branch}{shown(row.name)}  {'  '.join(filter(None, row.cells(copies)))}"
 
     def page(self, heading: str = "") -> str:
-        """Return what a notebook shows: a heading, and the tree as rows of HTML."""
-        rows = list(islice(self._rows(), _MOST_ROWS + 1))
-        lines = [heading, *(self._html(*row) for row in rows[:_MOST_ROWS])]
-        lines += [f"<div>{_MORE}</div>"] if len(rows) > _MOST_ROWS else []
+        """Return the HTML for a notebook: a heading, and the rows of the tree."""
+        rows = list(islice(self._rows(), _MAX_ROWS + 1))
+        lines = [heading, *(self._html(*row) for row in rows[:_MAX_ROWS])]
+        lines += [f"<div>{_MORE}</div>"] if len(rows) > _MAX_ROWS else []
         return f'<div class="ckpt"><style>{_STYLE}</style>{"".join(lines)}</div>'
 
     _repr_html_ = page
@@ -271,7 +273,7 @@ class TreeView:
         entry = row.entry
         picture = sharding_svg(self.sharding_of(entry.fqn)) if entry and entry.dtype else ""
         title = escaped(entry.fqn if entry and row.alike == 1 else row.name)
-        cells = "".join(f"<span>{escaped(text)}</span>" for text in row.told(copies))
+        cells = "".join(f"<span>{escaped(text)}</span>" for text in row.cells(copies))
         kind, name = "r g" if row.below else "r", escaped(row.name)
         return (
             f'<div class="{kind}" title="{title}"><span style="padding-left:{len(branch) // 3}em">'
@@ -279,14 +281,14 @@ class TreeView:
         )
 
     def _rows(self) -> Iterator[tuple[str, Row, int]]:
-        depth = _MOST_LEVELS if self.depth is None else min(self.depth, _MOST_LEVELS)
+        depth = _MAX_LEVELS if self.depth is None else min(self.depth, _MAX_LEVELS)
         return _shown_rows(self.top, depth)
 
 
 def _shown_rows(
     rows: Sequence[Row], depth: int, indent: str | None = None, copies: int = 1
 ) -> Iterator[tuple[str, Row, int]]:
-    """Yield rows and those below: the branches before each, and how many there are of it."""
+    """Yield rows and the rows below: the branches before each, the row, and its copies."""
     for row in rows if depth > 0 else ():
         branch, below = ("└─ ", "   ") if row is rows[-1] else ("├─ ", "│  ")
         # The first level has no branches.
@@ -296,7 +298,7 @@ def _shown_rows(
 
 
 def heading(title: str, url: str, facts: Mapping[str, object]) -> str:
-    """Return what stands above the tree of a checkpoint, as HTML."""
+    """Return the HTML above the tree of a checkpoint."""
     cells = "".join(
         f"<div><i>{escaped(name)}</i><br/>{escaped(value)}</div>" for name, value in facts.items()
     )
@@ -305,23 +307,23 @@ def heading(title: str, url: str, facts: Mapping[str, object]) -> str:
 
 
 def escaped(text: object) -> str:
-    """Return `text` as it may stand anywhere in HTML, attributes included."""
+    """Return `text` escaped for HTML, attributes included."""
     return html.escape(shown(str(text)), quote=True)
 
 
 def sharding_svg(sharding: Sharding) -> str:
-    """Return a picture of the chunks of a tensor, a colour per rank.
+    """Return a picture of the chunks of a tensor, with a colour for each rank.
 
-    Of its dimensions those two are drawn in which it is cut most; too many chunks are not drawn.
+    It shows the two dimensions with the most chunks; too many chunks are not drawn.
     """
-    # What lacks a second dimension runs across.
+    # A vector is drawn across.
     shape = (1, 1, *sharding.shape)
     chunks = [
         ((0, 0, *chunk.offsets), (1, 1, *chunk.sizes), chunk.rank)
-        for chunk in (sharding if len(sharding) <= _MOST_CHUNKS else ())
+        for chunk in (sharding if len(sharding) <= _MAX_CHUNKS else ())
     ]
     counts = [len({offsets[dim] for offsets, *_ in chunks}) for dim in range(len(shape))]
-    # The last dimensions win where nothing is cut: rows and columns are there.
+    # Without cuts, the last two dimensions are drawn.
     down, across = sorted(sorted(range(len(shape)), key=lambda dim: (-counts[dim], -dim))[:2])
     cells = ""
     for offsets, sizes, rank in chunks:

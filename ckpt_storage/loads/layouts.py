@@ -1,20 +1,23 @@
 """Layouts that torch's planners describe wrongly or not at all: several boxes, or inner tensors.
 
 A `DTensor` with a `_StridedShard` may hold rows that are not contiguous in the global tensor. A
-subclass with `__tensor_flatten__` wraps other tensors, and has no elements of its own.
+subclass with `__tensor_flatten__` wraps other tensors, and has no elements of its own. It may also
+be the local tensor of a `DTensor`; the names of its inner tensors then begin with that of the box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_storage.errors import InvalidInputError
@@ -112,11 +115,16 @@ def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
 
 
 def wraps_tensors(value: object) -> bool:
-    """Return whether a value is a tensor subclass that wraps other tensors."""
+    """Return whether a value is a subclass that wraps other tensors, or a `DTensor` of such."""
+    if type(value) is DTensor:
+        # Their boxes are equal on all ranks that hold them.
+        if not {*map(type, value.placements)} <= {Shard, Replicate}:
+            return False
+        value = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in PLAIN
-        and not isinstance(value, DTensor | ShardedTensor)
+        and not isinstance(value, DTensor | ShardedTensor | AsyncCollectiveTensor)
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "__create_write_items__")
         # The tensors inside a nested tensor cannot be replaced.
@@ -124,8 +132,17 @@ def wraps_tensors(value: object) -> bool:
     )
 
 
-def unwrap(state: dict[str, Any], paths: dict[str, Any]) -> None:
-    """Replace each tensor that wraps others by these, in a flat state and its paths."""
+def unwrap(
+    state: dict[str, Any], paths: dict[str, Any], *, stored: Collection[str] | None = None
+) -> None:
+    """Replace each tensor that wraps others by these, in a flat state and its paths.
+
+    Waits for the results of pending collectives. Raises `InvalidInputError` if `stored`, the names
+    of a checkpoint, has other shards of such a tensor only.
+    """
+    for fqn, value in state.items():
+        if type(value) not in PLAIN:
+            state[fqn] = _wait_for(value)
     wrapped = [
         fqn for fqn, value in state.items() if type(value) not in PLAIN and wraps_tensors(value)
     ]
@@ -140,10 +157,66 @@ def unwrap(state: dict[str, Any], paths: dict[str, Any]) -> None:
                     phase="plan",
                     next_step="Rename the other value.",
                 )
+            if type(value) is DTensor and stored is not None and name not in stored:
+                _check_shards(fqn, value, stored)
             state[name], paths[name] = inner, (*path, *names)
 
 
+def _wait_for(value: Any) -> Any:  # noqa: ANN401  # any value of a state
+    """Return a value in which the result of a pending collective is a plain tensor."""
+    if isinstance(value, AsyncCollectiveTensor):
+        return _finished(value)
+    # `to_local()` may return it pending, and `from_local()` may communicate.
+    local = value._local_tensor if type(value) is DTensor else None  # noqa: SLF001  # as above
+    if isinstance(local, AsyncCollectiveTensor):
+        make: Any = DTensor  # its constructor has no types
+        return make(_finished(local), value._spec, requires_grad=value.requires_grad)  # noqa: SLF001  # as above
+    return value
+
+
+def _finished(pending: Any) -> torch.Tensor:  # noqa: ANN401  # its methods have no types
+    finished: torch.Tensor = pending.trigger_wait()
+    return finished
+
+
+def _check_shards(fqn: str, tensor: DTensor, stored: Collection[str]) -> None:
+    """Refuse a `DTensor` that wraps tensors of which the checkpoint has other shards."""
+    start = f"{fqn}.{_SHARD}"
+    saved = sorted(
+        {name[len(fqn) + 1 :].partition(".")[0] for name in stored if name.startswith(start)}
+    )
+    if saved:
+        kind = type(tensor._local_tensor).__qualname__  # noqa: SLF001  # as in `wraps_tensors`
+        raise InvalidInputError(
+            f"{fqn} cannot be loaded: it is a DTensor of {kind} that this rank holds as "
+            f"{_shard_name(tensor)}, and the checkpoint has the shards {', '.join(saved[:4])}. The "
+            "tensors inside a subclass cannot be resharded.",
+            phase="plan",
+            next_step="Load it with the mesh and placements of the save; to change them, convert "
+            "it to plain tensors before the save.",
+        )
+
+
+_SHARD = "shard-"
+
+
+def _shard_name(tensor: DTensor) -> str | None:
+    """Return a name for the box of this rank; None on a rank outside the mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return f"{_SHARD}{'x'.join(map(str, sizes))}-at-{'-'.join(map(str, offsets))}"
+
+
 def _inner_tensors(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:  # noqa: ANN401  # a subclass of torch's
+    if type(value) is DTensor:
+        shard = _shard_name(value)
+        if shard is not None:
+            local = value._local_tensor  # noqa: SLF001  # as in `wraps_tensors`
+            yield from (((shard, *names), inner) for names, inner in _inner_tensors(local))
+        return
     attributes, _ = value.__tensor_flatten__()
     for name in attributes:
         inner = getattr(value, name)

@@ -171,7 +171,11 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         # In the order of save planners: the other order loses empty containers in lists.
         flat, self.mappings = flatten_state_dict(state_dict)
         self.state_dict = _flatten_sharded_tensors(flat)
-        unwrap(self.state_dict, self.mappings)
+        # In a partial load, names may be missing.
+        stored = None
+        if metadata is not None and not self.allow_partial_load:
+            stored = metadata.state_dict_metadata
+        unwrap(self.state_dict, self.mappings, stored=stored)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 

@@ -27,6 +27,7 @@ log = logging.getLogger("ckpt_storage")
 def list_checkpoints(
     root_url: str | os.PathLike[str],
     *,
+    usage: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
@@ -38,6 +39,10 @@ def list_checkpoints(
     `step-1000`); `CheckpointManager.latest` returns the highest step. A root that does not exist
     holds none. Any rank; not collective.
 
+    With `usage` each `CheckpointInfo.usage` says which groups of values a checkpoint holds, and the
+    bytes of its files. That reads each manifest. It is None for checkpoints of other tools, and
+    where the manifest is unreadable, which is logged.
+
     A folder that may not be read is listed with the format "unreadable" and its `problem`: it may
     be the newest checkpoint. A folder whose commit records are damaged or of a newer format is left
     out with a warning in the log; `verify` reports the damage.
@@ -45,7 +50,9 @@ def list_checkpoints(
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
     location, timeouts = Location.to_read(root_url, storage_options), Timeouts.of(timeout)
-    root = Root(location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True)
+    root = Root(
+        location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True, usage=usage
+    )
     deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
     names = sorted(root.list_folders(deadline), key=natural)
     for state in root.read_states(names, deadline, fresh=True).values():

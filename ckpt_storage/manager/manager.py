@@ -361,8 +361,12 @@ class CheckpointManager:
         Rank 0 reads, as `latest` does, and broadcasts; its error is raised on all ranks. The call
         counts as a restore: the caller may load that checkpoint.
         """
-        self._begin_restore()
-        return Resumer(self._ranks, self._roots).first()
+        self._check_open()
+        self._meet()
+        resumer = Resumer(self._ranks, self._roots, restore_count=self._restore_count)
+        info = resumer.first()
+        self._restore_count = resumer.restore_count
+        return info
 
     def restore(
         self,
@@ -403,23 +407,30 @@ class CheckpointManager:
         options = locals().copy()
         for name in ("self", "state", "step", "url", "part", "check"):
             del options[name]
-        self._begin_restore()
+        self._check_open()
+        self._meet()
         options |= {"process_group": self._process_group, "retry": self._retry}
-        load_from = partial(load, state, timeout=self._timeouts, **options)
-        resumer = partial(Resumer, self._ranks, self._roots, check=check, part=part)
+        selection: dict[str, Any] = {}
         if url is not None:
             select = partial(select_url, self._roots, url, step)
-            return resumer(selected=redacted_url(url), select=select).run(load_from)
-        if step is not None:
-            select = partial(select_step, self._roots, step)
-            return resumer(selected=f"step {step}", select=select).run(load_from)
-        return resumer().run(load_from)
-
-    def _begin_restore(self) -> None:
-        self._check_open()
-        # Counted before anything can fail, so that it is the same on every rank.
-        self._restore_count += 1
-        self._meet()
+            selection = {"selected": redacted_url(url), "select": select}
+        elif step is not None:
+            selection = {
+                "selected": f"step {step}",
+                "select": partial(select_step, self._roots, step),
+            }
+        resumer = Resumer(
+            self._ranks,
+            self._roots,
+            check=check,
+            part=part,
+            restore_count=self._restore_count,
+            **selection,
+        )
+        restored = resumer.run(partial(load, state, timeout=self._timeouts, **options))
+        # Only a restore that succeeded counts: one that a single rank called fails there.
+        self._restore_count = resumer.restore_count
+        return restored
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: else different roots wait in vain."""

@@ -32,7 +32,7 @@ from .delete import delete_with_exports
 from .folders import FolderState, by_step
 from .names import DEFAULT_TEMPLATE, StepNames
 from .policies import Keep, policies_of
-from .retention import Decision, PruneReport, part_policy_of, plan_retention, supports_of
+from .retention import PruneDecision, PruneReport, part_policy_of, plan_retention, supports_of
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -83,6 +83,7 @@ class Pruner:
         self._tried_tombstones: set[tuple[str, int]] = set()
         self._sweeps = sweeps
         self._swept_step = -1
+        self._swept_ids: set[str | None] = set()
         self._last_saved: str | None = None
         self._highest_saved = -1
         self._has_warned = False
@@ -153,7 +154,7 @@ class Pruner:
         kept = list(plan.kept)
         for name in sorted(set(folders).difference(steps)):
             reason = _LINK if name in links else "it does not belong to this run"
-            kept.append(Decision(name=name, step=None, reasons=(reason,)))
+            kept.append(PruneDecision(name=name, step=None, reasons=(reason,)))
         plan = replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
         return plan, tombstones
 
@@ -170,22 +171,27 @@ class Pruner:
         what = f"Pruning {self._root.location.url}"
         deleted, thinned, freed = list[str](), list[str](), list[str]()
         skipped, failed = dict[str, str](), dict[str, str]()
-        decisions = {decision.name: decision for decision in plan.planned}
-        parts = {decision.name: decision for decision in plan.parts}
+        planned = {
+            decision.name: (decision, act, done)
+            for decisions, act, done in (
+                (plan.planned, self._delete, deleted),
+                (plan.parts, self._thin, thinned),
+            )
+            for decision in decisions
+        }
         slots = {state.name: {(state.name, state.slot)} for state in tombstones}
         cleaned = self._to_clean(plan.kept, tombstones)
-        for name in (*decisions, *parts, *plan.leftovers, *cleaned):
+        for name in (*planned, *plan.leftovers, *cleaned):
             deadline.check(what)
             try:
                 with self._root.in_use.reserved_for_deletion(name) as is_free:
                     if not is_free:
                         reason: str | None = "it is in use by this manager"
-                    elif name in decisions:
-                        reason = self._delete(decisions[name], plan.newest, deadline)
-                        deleted += [] if reason else [name]
-                    elif name in parts:
-                        reason = self._thin(parts[name], plan.newest, deadline)
-                        thinned += [] if reason else [name]
+                    elif name in planned:
+                        decision, act, done = planned[name]
+                        reason = self._refusal(decision, plan.newest, deadline)
+                        reason = reason or act(decision, deadline)
+                        done += [] if reason else [name]
                     else:
                         reason = self._free(name, deadline, freed)
             except PhaseTimeoutError:
@@ -212,45 +218,48 @@ class Pruner:
                 *(saved, step, newest.url, step),
             )
 
-    def _to_clean(self, kept: Sequence[Decision], tombstones: Sequence[FolderState]) -> list[str]:
-        """Return tombstones, each once in a process, and the kept step that is swept next."""
+    def _to_clean(
+        self, kept: Sequence[PruneDecision], tombstones: Sequence[FolderState]
+    ) -> list[str]:
+        """Return tombstones, each once in a process, and the kept steps that are swept.
+
+        These are one in turn if it `sweeps`, else all that are thin, each save once in a process: a
+        thinning that was killed has not freed what it replaced.
+        """
         new = {(state.name, state.slot) for state in tombstones} - self._tried_tombstones
         in_use = self._root.in_use.reasons()
         steps = [
-            (decision.step, decision.name)
+            (decision.step, decision.name, decision.info)
             for decision in kept
-            if self._sweeps
-            and decision.step is not None
+            if decision.step is not None
             and decision.name not in in_use
             and decision.info is not None
             and decision.info.save_id
         ]
-        later = [pair for pair in steps if pair[0] > self._swept_step] or steps
-        self._swept_step = later[0][0] if later else -1
-        return [name for name, _ in sorted(new)] + [name for _, name in later[:1]]
+        if self._sweeps:
+            later = [step for step in steps if step[0] > self._swept_step] or steps
+            self._swept_step = later[0][0] if later else -1
+            swept = later[:1]
+        else:
+            thin_ids = {info.save_id for *_, info in steps if info.part}
+            swept = [step for step in steps if step[2].save_id in thin_ids - self._swept_ids]
+            self._swept_ids |= thin_ids
+        return [name for name, _ in sorted(new)] + [name for _, name, _ in swept]
 
-    def _delete(
-        self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
-    ) -> str | None:
+    def _delete(self, decision: PruneDecision, deadline: Deadline) -> str | None:
         """Delete one checkpoint; return why it was not deleted, None if it was."""
-        name, info = decision.name, decision.info
-        if (reason := self._refusal(name, info, newest, deadline)) is not None:
-            return reason
+        info = decision.info
         assert info is not None  # noqa: S101  # else it was refused
         log.info("deleting %s: %s", info.url, "; ".join(decision.reasons))
-        is_deleted = delete_with_exports(self._root.open(deadline, name), info.save_id)
+        is_deleted = delete_with_exports(self._root.open(deadline, info.name), info.save_id)
         return None if is_deleted else "another save replaced it, or it is gone"
 
-    def _thin(
-        self, decision: Decision, newest: CheckpointInfo | None, deadline: Deadline
-    ) -> str | None:
+    def _thin(self, decision: PruneDecision, _: Deadline) -> str | None:
         """Thin one checkpoint; return why it was not thinned, None if it was."""
-        name, info, policy = decision.name, decision.info, self._thins
-        if (reason := self._refusal(name, info, newest, deadline)) is not None:
-            return reason
+        info, policy = decision.info, self._thins
         assert info is not None and policy is not None  # noqa: S101, PT018  # else it was refused
         log.info("thinning %s: %s", info.url, "; ".join(decision.reasons))
-        place = self._root.location.child(name)
+        place = self._root.location.child(info.name)
         report = thin(
             place.target,
             drop=policy.patterns,
@@ -265,13 +274,10 @@ class Pruner:
         return None
 
     def _refusal(
-        self,
-        name: str,
-        info: CheckpointInfo | None,
-        newest: CheckpointInfo | None,
-        deadline: Deadline,
+        self, decision: PruneDecision, newest: CheckpointInfo | None, deadline: Deadline
     ) -> str | None:
         """Return why a planned checkpoint must not be touched, None if it may be."""
+        name, info = decision.name, decision.info
         if info is None or not info.save_id or newest is None or by_step(info) >= by_step(newest):
             return "nothing sound is newer"
         links = self._root.links()

@@ -78,7 +78,8 @@ class Resumer:
 
     By default of the newest checkpoint below `roots`. `select`, called where all ranks get its
     error, returns the roots of a checkpoint and its name; `selected` names it in messages. With
-    `part` one that holds some values only is loaded, too.
+    `part` one that holds some values only is loaded, too. `restore_count` is how often this rank
+    has restored before; afterwards, the same on all ranks, it includes this restore.
     """
 
     def __init__(
@@ -90,7 +91,9 @@ class Resumer:
         selected: str = "the newest",
         select: Callable[[], Selection] | None = None,
         part: bool = False,
+        restore_count: int = 0,
     ) -> None:
+        self._count_before = self.restore_count = restore_count
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
@@ -168,8 +171,10 @@ class Resumer:
                 self._url = " and ".join(root.location.url for root in self._roots)
             deadline = operation.phase("load")
             choice = choose(deadline) if operation.is_coordinator else None
-            agreed: _T = operation.broadcast(choice)  # type: ignore[assignment]  # the coordinator's
-        return agreed
+            agreed: tuple[_T, int]
+            agreed = operation.broadcast((choice, self._count_before + 1))  # type: ignore[assignment]  # the coordinator's
+        choice, self.restore_count = agreed
+        return choice
 
     def _retry(self, root: Root, info: CheckpointInfo) -> None:
         """Have a checkpoint chosen once more: another save replaced it while it was loaded."""

@@ -23,7 +23,7 @@ from .policies import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class PruneDecision:
     """Whether one checkpoint stays, and why; `step` is None for folders that are not of the run."""
 
     name: str
@@ -44,10 +44,10 @@ class PruneReport:
     leftovers: names of folders that hold files and no commit.
     """
 
-    kept: tuple[Decision, ...] = ()
-    planned: tuple[Decision, ...] = ()
+    kept: tuple[PruneDecision, ...] = ()
+    planned: tuple[PruneDecision, ...] = ()
     newest: CheckpointInfo | None = None
-    parts: tuple[Decision, ...] = ()
+    parts: tuple[PruneDecision, ...] = ()
     deleted: tuple[str, ...] = ()
     thinned: tuple[str, ...] = ()
     freed: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def plan_retention(
         reasons[folder.name] += _protections(folder, newest, last)
         reasons[folder.name] += [protected[folder.name]] if folder.name in protected else []
     names_kept = {folder.save_id: folder.name for folder in ordered if reasons[folder.name]}
-    kept, planned, parts = list[Decision](), list[Decision](), list[Decision]()
+    kept, planned, parts = list[PruneDecision](), list[PruneDecision](), list[PruneDecision]()
     for folder in ordered:
         to_keep = reasons[folder.name]
         twin = names_kept.get(folder.save_id) if folder.save_id else None
@@ -94,7 +94,7 @@ def plan_retention(
             to_keep.append(f"{thins}")
         lead = "it is damaged and " if folder.is_damaged else ""
         fate = f"{thins}" if is_part else f"{lead}not kept by {KeepAny(policies)}"
-        decision = Decision(
+        decision = PruneDecision(
             name=folder.name,
             step=folder.step,
             reasons=tuple(to_keep) or (fate,),
@@ -139,13 +139,13 @@ def _is_thin(folder: FolderState, policy: KeepPart | None) -> bool:
 
 def part_policy_of(policies: Iterable[RetentionPolicy]) -> KeepPart | None:
     """Return the policy that thins, None if none does. Raises `InvalidInputError` for several."""
-    found = [policy for policy in policies if isinstance(policy, KeepPart)]
-    if len(found) > 1:
+    parts = [policy for policy in policies if isinstance(policy, KeepPart)]
+    if len(parts) > 1:
         raise InvalidInputError(
-            f"Of {found[0]} and {found[1]} it is not clear what stays.",
+            f"Of {parts[0]} and {parts[1]} it is not clear what stays.",
             next_step="Give one KeepPart, with all that is to be dropped.",
         )
-    return found[0] if found else None
+    return parts[0] if parts else None
 
 
 def supports_of(keep: Keep, folders: Collection[FolderState]) -> set[str]:

@@ -34,6 +34,7 @@ from ckpt_storage.transfer.workers import some_at_once
 from .folders import FolderState
 from .names import StepNames
 from .names_in_use import NamesInUse
+from .usage import read_usage
 
 UNUSABLE = (CheckpointGoneError, CheckpointInProgressError, CheckpointNotFoundError, IntegrityError)
 """Errors after which a resuming run takes another checkpoint."""
@@ -56,8 +57,9 @@ def _age_slot(head: SlotRecord) -> int:
 class Root:
     """The folders below one root.
 
-    Steps are those of the names, or with `recorded_steps` those of the commit records.
-    `in_use` are the names that this process uses.
+    Steps are those of the names, or with `recorded_steps` those of the commit records. With `usage`
+    the manifest of each checkpoint is read for `CheckpointInfo.usage`. `in_use` are the names that
+    this process uses.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Root:
         timeouts: Timeouts | None = None,
         retry: RetryPolicy | None = None,
         recorded_steps: bool = False,
+        usage: bool = False,
     ) -> None:
         self.location = location
         self.names = names
@@ -75,6 +78,7 @@ class Root:
         self.retry = retry or RetryPolicy()
         self.timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
+        self._reads_usage = usage
         self._states: dict[str, FolderState] = {}
         # By name and save id: a copy keeps the id, and may be damaged alone.
         self._slot_times_s: dict[tuple[str, str | None, int], float | None] = {}
@@ -141,6 +145,9 @@ class Root:
         if slots.head is not None:
             info = CheckpointInfo.of(url, slots.head, name=state.name)
             info = info if self._recorded_steps else replace(info, step=state.step)
+            if self._reads_usage:
+                place = self.location.child(state.name)
+                info = replace(info, usage=read_usage(store, slots.head, place))
             return replace(state, status="committed", info=info, slot=_age_slot(slots.head))
         if is_foreign(store, slots):
             footer = read_footer(store) if slots.last is None else None

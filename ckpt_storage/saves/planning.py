@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
+from ckpt_storage.format.manifest import Path, int_keys_of
 from ckpt_storage.format.names import DTYPES
 from ckpt_storage.loads.placing import is_hollow
 from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, placements_key
@@ -34,8 +35,8 @@ from .saveplanner import BoxSavePlanner
 
 _RENAME_KEY = "Names are joined by dots, and keys are spelt as text: rename one key."
 
-Structure = tuple[int, int, tuple[object, ...], Mapping[str, object]]
-"""Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and paths of names.
+Structure = tuple[int, int, tuple[object, ...], Mapping[str, object], frozenset[Path]]
+"""Rank, world size, all that `DefaultSavePlanner` looks at of a flat state, and `PlannerData`.
 
 A DTensor's write item follows from its shape, mesh, placements and this rank's place in the mesh,
 and from dtype, layout and `requires_grad` of the local tensor. Strides and devices are in no plan.
@@ -80,7 +81,7 @@ def structure_of(
             return None
         else:
             values.append(fqn)
-    return rank, world_size, tuple(values), dict(paths)
+    return rank, world_size, tuple(values), dict(paths), int_keys_of(paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
+from ckpt_storage.format.manifest import PlannerData, find_int_keys, int_keys_of
 from ckpt_storage.loads.layouts import LocalBox, boxes_of, unwrap
 
 
@@ -29,6 +30,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         """Flatten the state; tensors that wrap others are replaced by the wrapped tensors."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         unwrap(self.state_dict, self.mappings)
+        self.mappings = PlannerData(self.mappings, int_keys=find_int_keys(state_dict))
         self._boxes: dict[str, list[LocalBox]] = {}
         for fqn, value in self.state_dict.items():
             if type(value) is DTensor and (boxes := boxes_of(value)) is not None:
@@ -41,6 +43,13 @@ class BoxSavePlanner(DefaultSavePlanner):
             items = [piece for item in plan.items for piece in _pieces_of(item, self._boxes)]
             self.plan = plan = replace(plan, items=items)
         return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Merge the plans of all ranks, and the dicts with int keys that they name."""
+        plans, metadata = super().create_global_plan(all_plans)
+        int_keys = {path for plan in all_plans for path in int_keys_of(plan.planner_data)}
+        data = PlannerData(metadata.planner_data or {}, int_keys=int_keys)
+        return plans, replace(metadata, planner_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401  # as torch's
         """Return the value of an item: of a tensor in several boxes, the elements of one."""

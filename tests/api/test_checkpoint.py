@@ -61,7 +61,7 @@ def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
     expected = set(WEIGHTS)
     if opened.format in {"ckpt_storage", "dcp"}:
         expected |= {*EXTRAS, "step", "note", "tags", "groups.0.lr", "groups.1.lr"}
-        with pytest.raises(KeyError, match="is an object, no tensor"):
+        with pytest.raises(KeyError, match="is an object, not a tensor"):
             opened.stats("step")
     assert set(opened) == expected
     assert len(opened) == len(expected)
@@ -357,7 +357,7 @@ def test_elements_that_no_chunk_holds_are_not_made_up(tmp_path: Path) -> None:
         handle = opened._handle  # noqa: SLF001  # opening refuses such documents before
         record = replace(handle.tensors["w"], boxes=[Box((0,), (5,))])
         handle.tensors = {"w": record}
-        with pytest.raises(FormatError, match="hold 5 of 8 elements"):
+        with pytest.raises(FormatError, match="hold 5 of the 8 selected"):
             opened["w"][:]
 
 

@@ -77,14 +77,14 @@ def test_the_statistics_are_in_the_commit_record(tmp_path: Path) -> None:
 
 
 def test_ls_and_show_print_the_statistics(tmp_path: Path) -> None:
-    """Bytes, seconds and ranks in columns; seconds by phase of one checkpoint."""
+    """Seconds and ranks in columns; seconds by phase of one checkpoint."""
     ckpt_storage.save(STATE, tmp_path / "step-7")
     head, line = call("ls", "-l", tmp_path).stdout.splitlines()
-    assert head.split()[-4:] == ["size", "seconds", "ranks", "slowest"]
+    assert head.split()[-3:] == ["seconds", "ranks", "slowest"]
     assert line.split()[-1] == "1"
     shown = call("show", tmp_path / "step-7").stdout
-    assert "phase seconds  plan " in shown
-    assert "slowest rank   0: " in shown
+    assert "phase seconds   plan " in shown
+    assert "slowest rank    0: " in shown
 
 
 def test_a_save_of_dcp_records_statistics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

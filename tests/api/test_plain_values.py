@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, InvalidInputError
@@ -80,6 +81,45 @@ def test_int_keys_at_the_top_are_restored(tmp_path: Path) -> None:
     target: dict[Any, Any] = {3: "", "a": 0, 4: torch.zeros(2)}
     ckpt_storage.load(target, tmp_path)
     assert same(target, state)
+
+
+INT_KEYS: dict[Any, Any] = {
+    "milestones": {5: 1, -8: 2, "name": "x"},
+    "nested": {0: {"lr": 0.1, 1: [{2: torch.ones(2)}, 3]}, "inner": {7: True}},
+    9: torch.ones(2),
+}
+
+
+def test_stock_exports_turn_int_keys_into_texts(tmp_path: Path) -> None:
+    """`dcp_to_torch_save` of stock torch writes "5" for 5."""
+    dcp.save({"m": {5: 1}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt") == {"m": {"5": 1}}
+
+
+@pytest.mark.parametrize("way", ["save", "thread", "process"])
+def test_exports_to_torch_save_keep_int_keys(tmp_path: Path, way: Any) -> None:
+    """Ints are keys of the exported state again, also below dicts and lists, and after a detour."""
+    if way == "save":
+        ckpt_storage.save(INT_KEYS, tmp_path / "1", sync_files=False)
+    else:
+        with AsyncSaver(mode=way) as saver:
+            saver.save(INT_KEYS, tmp_path / "1", sync_files=False).result()
+    ckpt_storage.convert(tmp_path / "1", tmp_path / "1.pt", to="torch_save")
+    assert same(torch.load(tmp_path / "1.pt"), INT_KEYS)
+    ckpt_storage.convert(tmp_path / "1.pt", tmp_path / "2", to="ckpt_storage")
+    ckpt_storage.copy(tmp_path / "2", tmp_path / "3", include="nested*")
+    ckpt_storage.convert(tmp_path / "3", tmp_path / "3.pt", to="torch_save")
+    assert same(torch.load(tmp_path / "3.pt"), {"nested": INT_KEYS["nested"]})
+
+
+def test_texts_that_spell_integers_stay_texts(tmp_path: Path) -> None:
+    """Keys of texts alone are exported as they are; beside ints the ints become texts, too."""
+    state: dict[str, Any] = {"texts": {"5": 1, "07": 2}, "mixed": {0: 1, "2": 3}}
+    ckpt_storage.save(state, tmp_path / "1", sync_files=False)
+    ckpt_storage.convert(tmp_path / "1", tmp_path / "1.pt", to="torch_save")
+    found = torch.load(tmp_path / "1.pt")
+    assert found == {"texts": {"5": 1, "07": 2}, "mixed": {"0": 1, "2": 3}}
 
 
 @each_load

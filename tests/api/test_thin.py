@@ -14,7 +14,7 @@ import copy_cases as cases
 import dcp_cases
 import pytest
 import spec_reader
-from dcp_cases import same, seeded
+from part_cases import KEPT, KEPT_FQNS, LARGE, STATE, holds, save
 
 import ckpt_storage
 from ckpt_storage import errors, list_checkpoints, open_checkpoint, thin, verify
@@ -22,33 +22,11 @@ from ckpt_storage.commit import attempt, cleaning
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.s3_server import S3Server
 
-STATE: dict[str, Any] = {
-    "model": {"w": seeded(1, 60, 50), "b": seeded(2, 5)},
-    "optimizer": {"m": seeded(3, 600, 50), "lr": 0.1},
-    "step": 7,
-}
-KEPT = {name: value for name, value in STATE.items() if name != "optimizer"}
-
-
-def save(url: str | Path, state: dict[str, Any] | None = None, **options: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_storage.saves.groups._GROUP_MIN_BYTES", 1000)
-        ckpt_storage.save(STATE if state is None else state, url, **options)
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     save(tmp_path / "run")
     return tmp_path / "run"
-
-
-def holds(path: Path, wanted: dict[str, Any]) -> bool:
-    """Return whether our reader and stock torch's find these values, and all is sound."""
-    found = []
-    for load in (dcp_cases.load, dcp_cases.load_stock):
-        found.append(dcp_cases.zeros_like(wanted))
-        load(found[-1], path)
-    return verify(path).ok and all(same(one, wanted) for one in found)
 
 
 def saves_in(path: Path) -> set[str]:
@@ -80,7 +58,7 @@ def test_every_reader_finds_what_stays(run: Path) -> None:
     """Ours, stock torch, and the one that was made from the format's page."""
     thin(run, drop="optim*")
     stranger = spec_reader.read(run)
-    assert {*stranger.tensors, *stranger.blobs} == {"model.w", "model.b", "step"}
+    assert {*stranger.tensors, *stranger.blobs} == KEPT_FQNS
     assert holds(run, KEPT)
     with pytest.raises(errors.CheckpointError, match=r"optimizer\.m"):
         ckpt_storage.load(dcp_cases.zeros_like(STATE), run)
@@ -184,6 +162,23 @@ def test_a_thinning_that_another_save_overtook_stops(run: Path) -> None:
     assert holds(run, state)
 
 
+def test_a_thinning_of_what_was_freed_meanwhile_says_that_it_is_gone(run: Path) -> None:
+    """Two saves came between; the second freed the files that were to be linked."""
+    begin = attempt.begin
+
+    def overtaken(*args: Any, **options: Any) -> Any:
+        patch.setattr(attempt, "begin", begin)
+        for step in (8, 9):
+            save(run, STATE | {"step": step}, overwrite=True)
+        return begin(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attempt, "begin", overtaken)
+        with pytest.raises(errors.CheckpointGoneError):
+            thin(run, drop="optim*")
+    assert holds(run, STATE | {"step": 9})
+
+
 def test_a_thin_checkpoint_is_saved_over_copied_and_deleted(run: Path, tmp_path: Path) -> None:
     """As any other."""
     thin(run, drop="optim*")
@@ -220,17 +215,16 @@ def buckets() -> Iterator[list[tuple[str, dict[str, Any] | None]]]:
 
 def test_storages_that_copy_send_no_byte() -> None:
     """S3 copies what stays by itself, and so does memory."""
-    state = {"model": seeded(1, 1500, 1000), "optim": seeded(2, 1500, 1000)}
     with buckets() as places:
         for url, options in places:
-            ckpt_storage.save(state, url, storage_options=options)
+            ckpt_storage.save(LARGE, url, storage_options=options)
             report = thin(url, drop="optim*", storage_options=options)
             assert (report.sent_bytes, report.copied_bytes) == (0, report.kept_bytes)
             assert verify(url, storage_options=options).ok
             store = open_store(Location.of(url, options))
             assert {one.path.split("/")[1] for one in store.list("saves")} == {report.save_id}
             with open_checkpoint(url, storage_options=options) as checkpoint:
-                assert checkpoint["model"].torch().equal(state["model"])
+                assert checkpoint["model"].torch().equal(LARGE["model"])
 
 
 def test_thinning_is_safe_beside_a_copy_of_the_folder(run: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ckpt_storage.background import saver
 from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.saves import session
+from ckpt_storage.saves import session, shards
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -356,7 +356,7 @@ def _told_before_its_word(rank: int, folder: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(session, "write_shard", broken)
+            patch.setattr(shards, "write_shard", broken)
         else:
             patch.setattr(Operation, "gather", late)
         with pytest.raises(ckpt_storage.CheckpointError) as caught:

@@ -223,15 +223,13 @@ def test_cancel_while_a_worker_starts_waits_for_no_worker(ranks: RankPool, tmp_p
 
 
 def _without_heartbeats(rank: int, folder: str) -> SaveState:
-    """Save while the trainer sends no heartbeats, for longer than the limit of silence."""
-    with (
-        patch.object(FailureDetector, "_send", lambda _: None),
-        cases.quick_saver("process") as saver,
-    ):
+    """Save; while it writes, the trainer sends no heartbeats for longer than the silence limit."""
+    with cases.quick_saver("process") as saver:
         hold = cases.Hold(folder, "write", rank)
         handle = cases.save_step(saver, folder, rank, 0, planner=cases.held(hold))
         hold.reached()
-        time.sleep(1.5 * cases.quick_timeouts().silence)  # the fault itself
+        with patch.object(FailureDetector, "_send", lambda _: None):
+            time.sleep(1.5 * cases.quick_timeouts().silence)  # the fault itself
         hold.go()
         handle.result(cases.END_S)
         return handle.state

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import part_cases
 import pytest
 from copy_cases import files_below
 from dcp_cases import same, seeded
@@ -34,18 +35,24 @@ NEXT: dict[str, Any] = {name: tensor + 1 for name, tensor in WHOLE.items()}
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_storage.saves.groups._GROUP_MIN_BYTES", 1000)
-        ckpt_storage.save(state, path, overwrite=True, sync_files=False)
+    part_cases.save(path, state, overwrite=True, sync_files=False)
 
 
 def free(path: Path) -> None:
     cleaning.free_leftovers(open_store(Location.of(path)))
 
 
+def thin_on_another_host(path: Path) -> None:
+    """Thin as another job does; its host is in the manifest that it writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt_storage.commit.assembly.socket.gethostname", lambda: "another")
+        thin(path, drop="optim")
+
+
 RIVALS: dict[str, Rival] = {
     "saver": partial(save, NEXT),
     "thinner": partial(thin, drop="optim"),
+    "thinner on another host": thin_on_another_host,
     "thinner of more": partial(thin, drop=["optim", "extra"]),
     "cleaner": free,
     "deleter": partial(ckpt_storage.delete, missing_ok=True),

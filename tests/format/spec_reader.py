@@ -249,6 +249,7 @@ def whole(root: Path) -> SimpleNamespace:
         target[...] = np.frombuffer(payload, dtype=np.uint8).reshape(target.shape)
     more = {"slot": record["slot"], "ties": manifest.get("ties") or {}}
     more["groups"] = [groups[n + 1] for n in of]
+    more["int_keys"] = [json.loads(path) for path in names(manifest.get("int_keys") or [])]
     return SimpleNamespace(save_id=save_id, tensors=tensors, blobs=values, **more)
 
 

@@ -278,7 +278,7 @@ def test_a_copy_writes_nowhere_but_in_its_own_attempt(
     checkpoint = Checkpoint(source)
     for path in (checkpoint.manifest, checkpoint.slot)[: 1 + in_record]:
         checkpoint.change(path, put("stock/path", place))
-    with pytest.raises(FormatError, match="no document of this save"):
+    with pytest.raises(FormatError, match="not a document of this save"):
         ckpt_storage.copy(source, target, overwrite=True)
     assert (target / place).read_bytes() == before
 
@@ -291,7 +291,7 @@ def test_a_record_that_names_another_manifest_is_refused(
     place = place.format(checkpoint.manifest.parent.name)
     shutil.copy(checkpoint.manifest, checkpoint.root / place)
     checkpoint.change(checkpoint.slot, put("manifest/path", place))
-    with pytest.raises(FormatError, match="no document of this save"):
+    with pytest.raises(FormatError, match="not a document of this save"):
         ckpt_storage.open_checkpoint(checkpoint.root)
 
 

@@ -232,7 +232,7 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert fields.budget.left_bytes == documents.MAX_INFLATED_BYTES - 80
+    assert fields.budget.remaining_bytes == documents.MAX_INFLATED_BYTES - 80
 
 
 def test_all_columns_of_a_document_share_one_limit() -> None:

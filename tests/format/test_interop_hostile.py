@@ -387,7 +387,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
 def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> None:
     """No front door invents what no chunk holds; the error names tensor and region."""
     path = with_gap(tmp_path, second=8)
-    with pytest.raises(FormatError, match=r"chunks of w .*none holds the element \[4\]"):
+    with pytest.raises(FormatError, match=r"chunks of w .*no chunk holds the element \[4\]"):
         DOORS[door](path)
     assert not (path / "out").exists()
 
@@ -395,7 +395,7 @@ def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> 
 def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Path) -> None:
     """The same checkpoint without the gap is sound; two values for one element are not."""
     assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
-    with pytest.raises(FormatError, match=r"2 different ones hold the element \[2\]"):
+    with pytest.raises(FormatError, match=r"2 chunks hold the element \[2\]"):
         loaded(with_gap(tmp_path / "b", second=2))
 
 

@@ -159,7 +159,7 @@ def test_an_item_that_ends_behind_its_file_is_refused() -> None:
     body = copy.deepcopy(RANK_BODY)
     items = body["files"][0]["items"]
     body["files"][0]["bytes"] = items["item_start"][-1] + items["item_bytes"][-1] - 1
-    with pytest.raises(FormatError, match="describes item"):
+    with pytest.raises(FormatError, match="invalid item"):
         RankManifest.from_body(body, where="here")
 
 
@@ -254,6 +254,13 @@ def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
     assert Manifest.from_body(document, where="here").planner_data == data
 
 
+@pytest.mark.parametrize("entry", ["", "5", '{"a": 1}', "[null]", "[[]]", '["a"', "[true]"])
+def test_int_keys_that_are_no_paths_are_refused(entry: str) -> None:
+    """An entry of `int_keys` is the JSON text of a list of texts and integers."""
+    with pytest.raises(FormatError, match="int_keys that is no path"):
+        Manifest.from_body({**BODY, "int_keys": [entry]}, where="here")
+
+
 def test_a_payload_whose_length_wraps_around_is_refused() -> None:
     """Elements times bytes an element are more than 64 bits hold."""
     for sizes in ([1 << 62], [1 << 63 - 1, 2], [(1 << 62) + 1]):
@@ -281,7 +288,7 @@ def test_what_no_reader_takes_is_not_committed(
     """The coordinator reads the manifest before it takes the slot."""
     to_body = Manifest.to_body
     monkeypatch.setattr(Manifest, "to_body", lambda self: to_body(self) | {"dtypes": ["float33"]})
-    with pytest.raises(IntegrityError, match="No reader would take"):
+    with pytest.raises(IntegrityError, match="Every reader would refuse"):
         dcp_cases.save_alone({"w": torch.ones(2)}, tmp_path / "run")
     assert not list_checkpoints(tmp_path)
 

@@ -128,7 +128,7 @@ def test_a_commit_record_names_documents_of_its_own_save_alone(key: str, name: s
     with pytest.raises(UnsafeContentError, match=r"commits/00000001\.json"):
         SlotRecord.decode(seal(record), slot=1)
     record[key] = FileRef.of("hf/model.safetensors", b"1").as_json()
-    with pytest.raises(FormatError, match="no document of this save"):
+    with pytest.raises(FormatError, match="not a document of this save"):
         SlotRecord.decode(seal(record), slot=1)
 
 

@@ -246,7 +246,7 @@ class TestHostileFiles:
     def test_paths_out_of_the_folder_are_refused(self, path: str) -> None:
         """A file elsewhere is not read because a metadata file says so."""
         items = {MetadataIndex("step"): _StorageInfo(path, 0, 5)}
-        with pytest.raises(UnsafeContentError, match="does not stay below"):
+        with pytest.raises(UnsafeContentError, match="which is unsafe"):
             decode_stock_metadata(pickle.dumps(made_metadata(storage_data=items)))
 
     def test_no_import_and_no_process_happens(self, tmp_path: Path) -> None:

@@ -239,12 +239,12 @@ class TestSafetensors:
         ("body", "data_bytes", "complaint"),
         [
             ({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, 3, "'a'.*F6_E2M3"),
-            ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "'a'.*do not fit"),
-            ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, 8, "'a'.*do not fit"),
+            ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, "another length"),
+            ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}, 8, "another length"),
             ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, 3, "before .*'a'"),
-            ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 1, "1 bytes of data; 2"),
-            ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 3, "3 bytes of data; 2"),
-            ({"a": {"dtype": "U8", "shape": [-2], "data_offsets": [0, 2]}}, 2, "no counts for 'a'"),
+            ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 1, "1 bytes of data"),
+            ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 3, "3 bytes of data"),
+            ({"a": {"dtype": "U8", "shape": [-2], "data_offsets": [0, 2]}}, 2, "no counts"),
             ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [False, 1]}}, 1, "no counts"),
             ({"a": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, 1, "no counts"),
             ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1, 2]}}, 1, "no dtype, shape"),
@@ -313,9 +313,9 @@ class TestSafetensors:
         [
             ({"dtype": "complex128", "end": 32}, "complex128, which safetensors lacks"),
             ({"dtype": "what"}, "what, which safetensors lacks"),
-            ({"name": "__metadata__"}, "name that is taken"),
+            ({"name": "__metadata__"}, "name that is used"),
             ({"dtype": "float4_e2m1fn_x2", "shape": (), "end": 1}, "a single float4"),
-            ({"name": "\ud800"}, "no valid Unicode"),
+            ({"name": "\ud800"}, "not valid Unicode"),
         ],
     )
     def test_what_cannot_be_encoded_is_refused(

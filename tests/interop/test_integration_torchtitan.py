@@ -113,13 +113,13 @@ def damage(checkpoint: Path) -> None:
         flip(shard, shard.stat().st_size // 2)
 
 
-def run(url: Path, steps: int, mode: str) -> str:
-    """Train up to `steps` on two ranks and return what was printed."""
+def run(url: Path, steps: int, mode: str, *excluded: str, ranks: int = 2) -> str:
+    """Train up to `steps` and return what was printed."""
     code, output = run_script(
-        *(JOB, str(url), str(steps), mode),
+        *(JOB, str(url), str(steps), mode, *excluded),
         folder=url.parent,
         environment=titan_environment(url.parent),
-        ranks=2,
+        ranks=ranks,
         deadline_s=180.0,
     )
     assert code == 0, output
@@ -173,6 +173,20 @@ def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
     names = [info.name for info in ckpt_storage.list_checkpoints(url)]
     assert names == ["step-4", "step-6", *others], output
     assert ckpt_storage.verify(url / "step-6").ok
+
+
+@pytest.mark.timeout(400)
+def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Without the dataloader's state, one rank goes on from what two FSDP ranks saved."""
+    url = tmp_path / "run"
+    run(url, 2, "async")
+    first = ckpt_storage.list_checkpoints(url)
+    # A run that began at step 0 would be refused at step 2, which is there.
+    run(url, 4, "async", "dataloader", ranks=1)
+    infos = ckpt_storage.list_checkpoints(url)
+    assert [info.name for info in infos] == ["step-2", "step-4"]
+    assert infos[:1] == first
+    assert ckpt_storage.verify(infos[1].url).ok
 
 
 def test_what_is_loaded_and_replaced(tmp_path: Path) -> None:

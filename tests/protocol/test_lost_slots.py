@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,27 @@ def test_on_an_object_store_no_save_is_invisible(lost: tuple[int, ...]) -> None:
         save_thrice("s3://bkt/run", **options)
         open_store("s3://bkt/run", **options).delete([slot_path(slot) for slot in lost])
         check_newest_or_nothing("s3://bkt/run", **options)
+
+
+def test_what_others_commit_during_the_check_is_not_lost(
+    disk: tools.Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk, whose listing may name slots that were created after the log was read."""
+    store = tools.DictStore(disk, replace(tools.BLIND, is_remote=False))
+    tools.saved(store)
+    before, listed = slotlog.read_log(store), slotlog.listed_slots
+    saves = [tools.saved] * 2
+
+    def listed_later(of: Any) -> Any:
+        monkeypatch.setattr(slotlog, "listed_slots", listed)
+        if saves:
+            saves.pop()(store)
+        monkeypatch.setattr(slotlog, "listed_slots", listed_later)
+        return listed(of)
+
+    monkeypatch.setattr(slotlog, "listed_slots", listed_later)
+    publishing.check_slots(store, before, None)
+    assert slotlog.read_log(store).last_slot > 1
 
 
 @tools.BOTH

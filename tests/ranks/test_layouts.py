@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from on_ranks import on_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -180,9 +181,16 @@ class Scaled(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.aten.detach.default:
+        aten = torch.ops.aten
+        if function in {aten.detach.default, aten.view.default, aten.clone.default}:
             return Scaled(args[0].codes, args[0].scale)
-        raise NotImplementedError(function)
+        if function is aten.is_pinned.default:
+            return False
+        if function is aten.copy_.default:
+            args[0].codes.copy_(args[1].codes)
+            args[0].scale.copy_(args[1].scale)
+            return args[0]
+        raise NotImplementedError(str(function))
 
 
 @pytest.mark.parametrize("way", ["save", "thread", "process"])
@@ -202,6 +210,88 @@ def test_the_tensors_inside_a_subclass_are_stored(tmp_path: Path, way: Any) -> N
     assert same(scale, state["opt"]["m"].scale)
     with ckpt_storage.open_checkpoint(tmp_path) as opened:
         assert set(opened) == {"opt.m.codes", "opt.m.scale"}
+
+
+def sharded(codes: torch.Tensor, scale: torch.Tensor, *, rows: int = 4) -> DTensor:
+    """Return a `DTensor` of `rows` rows over all ranks, whose local part has two tensors inside."""
+    shape, stride = torch.Size((rows, codes.shape[1])), (codes.shape[1], 1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
+    made: DTensor = DTensor.from_local(Scaled(codes, scale), mesh, [Shard(0)], **options)
+    return made
+
+
+@on_ranks()
+def test_stock_dcp_restores_subclasses_inside_a_dtensor(rank: int, tmp_path: Path) -> None:
+    """Stock torch pickles the local part whole, and restores it with the same sharding."""
+    torch.serialization.add_safe_globals([Scaled])
+    state = {"w": sharded(seeded(rank, 2, 3, dtype=torch.uint8), seeded(rank + 5, 3))}
+    dcp.save(state, checkpoint_id=tmp_path)
+    target = {"w": sharded(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(3))}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert same(local_of(target["w"]).codes, local_of(state["w"]).codes)
+    assert same(local_of(target["w"]).scale, local_of(state["w"]).scale)
+
+
+def local_of(tensor: DTensor) -> Scaled:
+    found = tensor._local_tensor  # noqa: SLF001  # as it is, not as autograd sees it
+    assert isinstance(found, Scaled)
+    return found
+
+
+@pytest.mark.parametrize("way", ["save", "thread", "process"])
+@on_ranks()
+def test_subclasses_inside_a_dtensor_are_stored(rank: int, tmp_path: Path, way: Any) -> None:
+    """The tensors inside each local part are saved, and restored with the same sharding."""
+    state = {"w": sharded(seeded(rank, 2, 3, dtype=torch.uint8), seeded(rank + 5, 3))}
+    if way == "save":
+        ckpt_storage.save(state, tmp_path, sync_files=False)
+    else:
+        with AsyncSaver(mode=way) as saver:
+            saver.save(state, tmp_path, sync_files=False).result()
+    target = {"w": sharded(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(3))}
+    wrapped = local_of(target["w"])
+    ckpt_storage.load(target, tmp_path)
+    assert local_of(target["w"]) is wrapped
+    assert same(wrapped.codes, local_of(state["w"]).codes)
+    assert same(wrapped.scale, local_of(state["w"]).scale)
+
+
+@on_ranks()
+def test_subclasses_inside_a_dtensor_are_not_resharded(rank: int, tmp_path: Path) -> None:
+    """A load with another sharding names the tensor and the saved shards; nothing is read."""
+    state = {"w": sharded(seeded(rank, 2, 3, dtype=torch.uint8), seeded(rank + 5, 3))}
+    ckpt_storage.save(state, tmp_path, sync_files=False)
+    sizes = 3 if rank == 0 else 2
+    codes = torch.zeros(sizes, 3, dtype=torch.uint8)
+    target = {"w": sharded(codes, torch.zeros(3), rows=5)}
+    with pytest.raises(ckpt_storage.CheckpointError, match="inside a subclass cannot be resharded"):
+        ckpt_storage.load(target, tmp_path)
+    assert not codes.any()
+
+
+@on_ranks()
+def test_results_of_pending_collectives_are_waited_for(rank: int, tmp_path: Path) -> None:
+    """They are stored as the plain tensors that they become; stock pickles torch's wrapper."""
+    mesh = init_device_mesh("cpu", (2,))
+    plain = all_reduce(torch.full((3,), rank + 1.0), "sum", mesh)
+    local = all_reduce(torch.full((2,), rank + 1.0), "sum", mesh)
+    spec = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])._spec  # noqa: SLF001  # torch makes it so
+    make: Any = DTensor  # its constructor has no types
+    sharded = make(local, spec, requires_grad=False)
+    assert type(plain) is type(local) is AsyncCollectiveTensor
+    ckpt_storage.save({"w": plain, "d": sharded}, tmp_path, sync_files=False)
+    ckpt_storage.load(target := {"w": torch.zeros(3), "d": torch.zeros(4)}, tmp_path)
+    assert same(target, {"w": torch.full((3,), 3.0), "d": torch.full((4,), 3.0)})
+
+
+@on_ranks()
+def test_exports_keep_the_int_keys_of_all_ranks(rank: int, tmp_path: Path) -> None:
+    """A dict with a key for each rank is one dict with int keys in a `torch_save` file."""
+    ckpt_storage.save({"of": {rank: rank + 0.5}}, tmp_path / "1", sync_files=False)
+    if rank == 0:
+        ckpt_storage.convert(tmp_path / "1", tmp_path / "1.pt", to="torch_save")
+        assert torch.load(tmp_path / "1.pt") == {"of": {0: 0.5, 1: 1.5}}
 
 
 def test_meta_targets_need_no_process_group(tmp_path: Path) -> None:

@@ -188,6 +188,26 @@ def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
         assert restore(manager).step == 1
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("method", ["restore", "resume_info"])
+@on_ranks()
+def test_saves_go_on_after_a_restore_by_one_rank_alone(
+    rank: int, tmp_path: Path, alone: int, method: str
+) -> None:
+    """The lone call fails and loads nothing; it counts on no rank."""
+    limits = Timeouts(plan=1.0, load=20, write=20, commit=20)
+    with CheckpointManager(tmp_path, timeout=limits) as manager:
+        manager.save(1, state_of(1), sync_files=False)
+        manager.resume_info()
+        if rank == alone:
+            with pytest.raises(errors.PhaseTimeoutError):
+                getattr(manager, method)(*([cases.blank()] if method == "restore" else []))
+        dist.barrier()
+        for step in (2, 3):
+            manager.save(step, state_of(step), sync_files=False)
+        assert [info.step for info in manager.all()] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("method", "given", "other", "named"),
     [

@@ -187,7 +187,7 @@ def test_options_stay_with_their_storage_and_show_nowhere() -> None:
     for location in (base, Location.of("sftp://user:hunter-two@host/run")):
         shown = f"{location!r} {location} {location.url} {location.path}"
         assert not [one for one in (SECRET, "AKIAEXAMPLE", "hunter-two") if one in shown]
-    with pytest.raises(InvalidInputError, match="given twice"):
+    with pytest.raises(InvalidInputError, match="passed twice"):
         open_store(Location.of("memory://x"), storage_options={})
     for scheme in ("az", "s3", "gs"):
         with pytest.raises(InvalidInputError, match="'protocol'"):

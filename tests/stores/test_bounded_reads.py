@@ -133,11 +133,11 @@ def test_writers_refuse_what_readers_would(monkeypatch: pytest.MonkeyPatch) -> N
     head = HeadRef(slot=1, save_id=many[0])
     record = SlotRecord(type="fence", slot=1, write_id="x", head=head, fenced=many[:-100])
     assert len(record.encode()) <= MAX_SLOT_BYTES
-    with pytest.raises(InvalidInputError, match=f"readers take {MAX_SLOT_BYTES}"):
+    with pytest.raises(InvalidInputError, match=f"readers accept {MAX_SLOT_BYTES}"):
         dataclasses.replace(record, fenced=many).encode()
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 1000)
     assert len(seal({"x": "y" * 900})) < 1000
-    with pytest.raises(InvalidInputError, match="readers take 1000"):
+    with pytest.raises(InvalidInputError, match="readers accept 1000"):
         seal({"x": "y" * 1000})
 
 

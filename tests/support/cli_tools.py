@@ -59,6 +59,7 @@ FREE = {
     *("ls checkpoints.metrics.", "show metrics.", "cat values.", "cp failed_exports."),
     *("ls checkpoints.stats.phase_s.", "show stats.phase_s.", "consolidate stats.phase_s."),
     *("consolidate ties.", "prune skipped.", "prune failed."),
+    *("ls checkpoints.usage.group_bytes.", "show usage.group_bytes."),
     *("ls checkpoints.part.", "show part."),
 }
 """Objects whose keys are names: of metrics, of values."""

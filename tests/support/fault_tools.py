@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from fork_server import ForkServer, shared_server
 
 import ckpt_storage.export.output
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, abilities, registry
 from ckpt_storage.store.backend import Backend, Settings
-from ckpt_storage.store.registry import backend_of
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, Script
 
@@ -35,7 +35,7 @@ class Opener:
     def __call__(self, location: Location, **options: Any) -> Store:
         del options
         settings = Settings(request_timeout_s=20.0, sync_files=False)
-        backend = self._wrap(location, backend_of(location, settings))
+        backend = self._wrap(location, registry.backend_of(location, settings))
         store = Store(backend, url=location.url, policy=self._retry, request_timeout_s=20.0)
         self._opened.append(store)
         return store
@@ -64,6 +64,42 @@ class Faulty(Opener):
         faulty = FaultBackend(backend)
         faulty.script = self.script
         return faulty
+
+
+class ScriptedBackends:
+    """Backends of all rooms of the package that play one script, as those of one process do."""
+
+    def __init__(self) -> None:
+        self._backend_of = registry.backend_of
+        self._script: Script | None = None
+
+    def __call__(self, location: Location, settings: Settings) -> Backend:
+        """Stand in for `registry.backend_of`."""
+        backend = self._backend_of(location, settings)
+        if self._script is None:
+            return backend
+        scripted = FaultBackend(backend)
+        scripted.script = self._script
+        return scripted
+
+    @contextmanager
+    def playing(self, script: Script) -> Iterator[None]:
+        """Have the stores that are opened in the block play a script, as a new process."""
+        abilities.forget_all()
+        self._script = script
+        try:
+            yield
+        finally:
+            self._script = None
+            abilities.forget_all()
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackends:
+    """Backends in place of those of the package."""
+    backends = ScriptedBackends()
+    monkeypatch.setattr(registry, "backend_of", backends)
+    return backends
 
 
 @pytest.fixture

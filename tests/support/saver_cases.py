@@ -35,7 +35,7 @@ from ckpt_storage.background.priorities import IoClass
 from ckpt_storage.background.start import run_worker
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.member import Member
-from ckpt_storage.saves import session
+from ckpt_storage.saves import shards
 from ckpt_storage.saves.rank_save import RankSave
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
@@ -163,7 +163,7 @@ def _pass(where: Where | None) -> None:
 def _patch() -> None:
     """Let saves look whether they are held; once a process."""
     _stop(RankSave, "propose", "local plan")
-    _stop(session, "write_shard", "write")
+    _stop(shards, "write_shard", "write")
     await_release = Member.await_release
 
     def stopping(self: Member) -> Any:

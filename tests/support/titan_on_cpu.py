@@ -1,4 +1,4 @@
-"""Runs a torchtitan job on CPUs: `python titan_on_cpu.py URL STEPS MODE` under torchrun.
+"""Runs a torchtitan job on CPUs: `titan_on_cpu.py URL STEPS MODE [EXCLUDED...]` under torchrun.
 
 torchtitan is written for GPUs, Triton and PyTorch nightlies. This puts in their place the little
 that its trainer asks of them, and dense attention for FlexAttention, which has no backward pass on
@@ -95,7 +95,7 @@ def write_assets(folder: Path) -> None:
     (folder / "text" / "text.json").write_text("\n".join(lines), encoding="utf-8")
 
 
-def main(url: str, steps: int, mode: str) -> None:
+def main(url: str, steps: int, mode: str, *excluded: str) -> None:
     """Run the example's job, made small."""
     spec = importlib.util.spec_from_file_location("torchtitan_job", EXAMPLE)
     assert spec is not None
@@ -114,10 +114,11 @@ def main(url: str, steps: int, mode: str) -> None:
         job.validator.enable = False
         job.parallelism.spmd_backend = "partial_dtensor"
         job.checkpoint.async_mode = mode
+        job.checkpoint.exclude_from_loading = list(excluded)
         example.main(job)
 
 
 if __name__ == "__main__":
     stand_in_for_gpus()
     use_dense_attention()
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -22,11 +22,11 @@ CheckpointNotFoundError CheckpointStorageReader CheckpointStorageWriter CommitCo
 CommitUnknownError ConsolidateOptions ConsolidatedFile ConsolidationError ConsolidationReport
 ConvertReport CopyReport Diagnosis FormatError IntegrityError InvalidInputError KeepBest KeepClosest
 KeepEvery KeepLatest KeepNewerThan KeepPart LazyTensor NotPublishedError OperationStats PerRank
-PhaseTimeoutError ProgressEvent PruneReport RankFailedError RankMismatchError Restored
-RetentionPolicy RetryPolicy SaveCancelledError SaveHandle SaveProgress SaveState SkippedValue
-StorageError TensorStats ThinReport Timeouts UnsafeContentError UnsupportedByStoreError ValueDiff
-VerifyReport consolidate convert copy delete diagnose diff follow list_checkpoints load
-open_checkpoint prune publish register_backend save save_async thin verify
+PhaseTimeoutError ProgressEvent PruneDecision PruneReport RankFailedError RankMismatchError Restored
+RetentionPolicy RetryPolicy SaveCancelledError SaveHandle SaveProgress SaveState SkippedCheckpoint
+SkippedValue StorageError StorageUsage TensorStats ThinReport Timeouts UnsafeContentError
+UnsupportedByStoreError ValueDiff VerifyReport consolidate convert copy delete diagnose diff follow
+list_checkpoints load open_checkpoint prune publish register_backend save save_async thin verify
 """
 PUBLIC = NAMES.split()
 
