@@ -118,11 +118,13 @@ def warn_of_unfilled(state: object, names: Iterable[str], url: str) -> None:
         return
     prefixes: list[str] = []
     for path, value in _walk((), state):
+        if isinstance(value, torch.Tensor):
+            continue
         name = ".".join(map(str, path))
-        if isinstance(value, Mapping) and not value:
-            prefixes.append(name)
-        elif isinstance(value, list):
+        if isinstance(value, list):
             prefixes.append(f"{name}.{len(value)}")
+        elif isinstance(value, Mapping) and not value:
+            prefixes.append(name)
     if not prefixes:
         return
     ordered = sorted(names)
@@ -152,10 +154,20 @@ def _first_at(ordered: Sequence[str], prefix: str) -> str | None:
 def _walk(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     """Yield a nested value and all values below it, with their keys; a list has numbers."""
     yield path, value
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _walk((*path, key), inner)
+        items = value.items()
     elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            if isinstance(inner, Mapping | list | torch.Tensor):
-                yield from _walk((*path, number), inner)
+        items = (
+            (number, inner)
+            for number, inner in enumerate(value)
+            if isinstance(inner, Mapping | list | torch.Tensor)
+        )
+    else:
+        return
+    for key, inner in items:
+        if isinstance(inner, torch.Tensor):
+            # Most values are tensors, and a generator for each of them costs more than the rest.
+            yield (*path, key), inner
+        else:
+            yield from _walk((*path, key), inner)
