@@ -92,6 +92,7 @@ def values_at(place: Place, url: str) -> dict[str, Any]:
         return {name: checkpoint[name].torch() for name in checkpoint}
 
 
+@pytest.mark.timeout(600)
 def test_a_thinning_that_fails_anywhere_leaves_the_whole_or_the_part(
     place: Place, scripted: ScriptedBackends, record_property: Callable[[str, object], None]
 ) -> None:
