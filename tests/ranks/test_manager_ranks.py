@@ -85,8 +85,8 @@ def test_a_sound_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "bad_rank", "in_background", "wanted"),
     [
-        ("metrics", 0, True, "no number"),
-        ("metrics", 1, False, "no number"),
+        ("metrics", 0, True, "not a number"),
+        ("metrics", 1, False, "not a number"),
         ("step", 1, True, "is no step"),
         ("claim", 0, False, "being deleted"),
         ("claim", 1, True, "being deleted"),
