@@ -147,7 +147,7 @@ class PlainFolder(Folder[R]):
 
     @property
     def is_together(self) -> bool:
-        """Whether neither a last file nor a guard tells readers that files are missing."""
+        """Whether neither a last file nor a guard makes readers notice that files are missing."""
         return not self.last and not self._is_guarded
 
     @property

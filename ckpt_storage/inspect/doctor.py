@@ -118,7 +118,7 @@ def diagnose(
 
 
 class _Visit:
-    """One run of all probes, in an order in which a failure tells which probes to skip."""
+    """One run of all probes, in an order in which a failure decides which probes are skipped."""
 
     def __init__(
         self, location: Location, timeouts: Timeouts, policy: RetryPolicy, large_bytes: int

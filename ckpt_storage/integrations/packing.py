@@ -44,13 +44,13 @@ def pack(
 
     def named(tensor: torch.Tensor, path: _Path) -> str:
         head, _, rest = ".".join(map(str, path)).partition(".")
-        wish = f"[{head}]" if head == OUTLINE or is_taken(head) else head
-        wish += f".{rest or 'value'}"
+        base = f"[{head}]" if head == OUTLINE or is_taken(head) else head
+        base += f".{rest or 'value'}"
         # "a.b" and "a" with "b" in it have the same name.
-        name, count = wish, 1
+        name, count = base, 1
         while name in tensors:
             count += 1
-            name = f"{wish}#{count}"
+            name = f"{base}#{count}"
         tensors[name] = tensor
         return name
 

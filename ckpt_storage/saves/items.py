@@ -173,7 +173,7 @@ def fault_of(tensor: torch.Tensor) -> str | None:
     elif tensor.is_meta:
         reason = "it is on the meta device and has no data"
     elif is_freed(tensor):
-        reason = "its memory was given back (its storage was resized to nothing)"
+        reason = "its memory was released (its storage was resized to nothing)"
     return reason
 
 

@@ -289,7 +289,7 @@ def open_safetensors(
     if sharded:
         log.warning(
             "%s: torch's sharded safetensors do not record the tensors' shapes; a missing last "
-            "part cannot be told from a smaller tensor",
+            "part looks like a smaller tensor",
             store.url,
         )
     tensors = {fqn: _merged(fqn, kinds[fqn][0], held) for fqn, held in boxes.items()}

@@ -217,7 +217,7 @@ def redacted_url(url: object) -> str:
 
 
 def address_of(location: Location) -> str:
-    """Return the URL that requests go to as options and environment tell it, or ""."""
+    """Return the endpoint URL of the options or the environment, or ""."""
     options = location.storage_options
     text = str(options.get("connection_string") or "")
     connection = dict(part.partition("=")[::2] for part in text.split(";"))

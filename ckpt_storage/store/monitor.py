@@ -1,4 +1,4 @@
-"""The operation that a transfer belongs to: it hears of progress, and says when to give up."""
+"""The operation that a transfer belongs to: it receives progress reports and decides when to abort."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
-    """Return what a server said, if this exception carries an answer."""
+    """Return the error that a server reported, if this exception carries a response."""
     if isinstance(error, HttpFailure):
         return error
     flaw = error.__cause__
@@ -266,10 +266,10 @@ def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
         return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
-        said = response.get("Error", {})
+        details = response.get("Error", {})
         status = _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
         # Either may be None.
-        code, message = str(said.get("Code") or ""), str(said.get("Message") or "")
+        code, message = str(details.get("Code") or ""), str(details.get("Message") or "")
         return HttpFailure(status=status, code=code, message=message)
     # Elsewhere `code` is a number of the library's own, or of an error that is no answer.
     is_gcsfs = type(error).__module__.partition(".")[0] == "gcsfs"

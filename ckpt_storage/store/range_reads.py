@@ -66,15 +66,15 @@ class _RevocableRanges:
                 if not view.nbytes:
                     continue
                 self.start, self.stop = start, start + view.nbytes
-                lent = memoryview(view).cast("B")
+                buffer = memoryview(view).cast("B")
                 # Each range has the timeout of a request.
                 report_progress()
                 try:
-                    yield start, lent
+                    yield start, buffer
                 finally:
                     # A running system call keeps its view.
                     with contextlib.suppress(BufferError):
-                        lent.release()
+                        buffer.release()
                 report_progress()
         except Exception as error:
             self.failures.append(error)

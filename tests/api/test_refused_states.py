@@ -69,9 +69,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
     "csr": (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
     "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
-    "freed": (lambda: freed(3), "memory was given back"),
-    "freed, large": (lambda: freed(1 << 20), "memory was given back"),
-    "freed parameter": (lambda: nn.Parameter(freed(3)), "memory was given back"),
+    "freed": (lambda: freed(3), "memory was released"),
+    "freed, large": (lambda: freed(1 << 20), "memory was released"),
+    "freed parameter": (lambda: nn.Parameter(freed(3)), "memory was released"),
     "quantised": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "quantised",

@@ -328,9 +328,9 @@ def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
 def _failure(status: int, body: bytes) -> HttpFailure:
     """Return the failure that the JSON body of a response describes."""
     try:
-        said = json.loads(body)["error"]
-        reasons = said.get("errors") or [{}]
-        code, message = str(reasons[0].get("reason", "")), str(said.get("message", ""))
+        details = json.loads(body)["error"]
+        reasons = details.get("errors") or [{}]
+        code, message = str(reasons[0].get("reason", "")), str(details.get("message", ""))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         code, message = "", body[:300].decode("utf-8", "replace")
     return HttpFailure(status=status, code=code, message=message)
