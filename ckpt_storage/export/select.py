@@ -273,7 +273,7 @@ def _container_of(paths: Sequence[KeyPath]) -> str:
 def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
     """Return the path of a tensor in the nested state dict, as far as it is known.
 
-    A state that is not nested has dotted names, whose first part identifies optimizer state as well.
+    The dotted names of a flat state begin with the name of its optimizer, too.
     """
     path = tuple(known.get(fqn, ())) if known is not None else ()
     if len(path) > 1:

@@ -1,4 +1,4 @@
-"""The operation that a transfer belongs to: it receives progress reports and decides when to abort."""
+"""Monitors of operations: they receive reports of progress and decide when to abort."""
 
 from __future__ import annotations
 
