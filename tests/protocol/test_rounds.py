@@ -349,6 +349,24 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
     each(_requests_of_a_save(), check)
 
 
+def test_a_failure_whose_release_is_lost_reaches_all_ranks_before_the_deadline() -> None:
+    """The coordinator reads the verdict while it waits, and writes the release."""
+    store = SharedStore()
+    store.add_fault(Fault(effect="request lost", rank=1, key="/1/2/release$", count=1_000))
+
+    def inside(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (1, "writing"):
+            raise CheckpointError("The disk is on fire.")
+
+    timeouts = Timeouts(plan=END_S, write=2.0, commit=2.0, silence=END_S)
+    ended = values(
+        run(group(store, 3), lambda ranks: rolling(ranks, 1, timeouts=timeouts, inside=inside))
+    )
+    for error in (ended[0], ended[2]):
+        assert isinstance(error, RankFailedError), error
+        assert (error.rank, "on fire" in str(error)) == (1, True)
+
+
 # Cancels from another thread.
 
 
