@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from rank_threads import (
     values,
 )
 
+from ckpt_storage.background.messages import HeartbeatRequest
+from ckpt_storage.background.worker import _send_heartbeats
 from ckpt_storage.coordination import operation_rounds
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
@@ -698,6 +701,32 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     assert failures == [None]
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.is_silent) == (1, True)
+
+
+def test_a_worker_does_not_replace_heartbeats_of_its_trainer() -> None:
+    """They relay the progress of other ranks; its own are sent while the trainer sends none."""
+    store, trainer, slow = SharedStore(), Heartbeats(0), Heartbeats(2)
+    slow.begin("write", 100)
+    trainer.receive(slow.pack())
+    keys, key, seen = heartbeat_keys(store.keys_of(0).client), "session/0", list[bool]()
+
+    class Beats(threading.Event):
+        """The trainer sends a heartbeat before each of the first five beats of the worker."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == 1.0
+            if seen or keys.get(key, END_S):
+                member = Heartbeats(1)
+                member.receive(keys.get(key, END_S) or b"")
+                seen.append(2 in member.known())
+            if len(seen) < 5:
+                keys.set(key, trainer.pack(), END_S)
+            return len(seen) == 8
+
+    address = SimpleNamespace(connect=partial(store.connect, 101))
+    request = HeartbeatRequest(store=address, key=key, number=0, beat_s=1.0)  # type: ignore[arg-type]  # as much as is used
+    _send_heartbeats(request, Heartbeats(0, process_id=1), Beats())
+    assert seen == [True] * 5 + [False] * 3
 
 
 def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
