@@ -12,7 +12,11 @@ Step = Literal["propose", "decide", "accept", "write", "commit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Begins a save; the descriptor of its arena follows."""
+    """Begins a save; the descriptor of its arena, with the copied state, follows.
+
+    `staged` is the pickled `StagedPlan`: the place of each item in the arena. `options` are the
+    pickled `SaveOptions`.
+    """
 
     url: str
     options: bytes
@@ -59,8 +63,8 @@ class FinishCall:
 class Response:
     """What a call returned, or its error.
 
-    `is_unexpected`: the error is of a kind that the worker does not expect, so that little is known
-    of what it left behind.
+    `is_unexpected`: the error is of a kind that the worker does not expect, so the state of the
+    worker after it is unknown.
     """
 
     value: Any = None

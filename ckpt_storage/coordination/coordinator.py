@@ -62,7 +62,7 @@ class Coordinator:
         return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*arrived}))
 
     def claim(self) -> None:
-        """Take the decision of this round. Raises why a rank failed before."""
+        """Claim the round for the coordinator. Raises the error of a rank that failed it before."""
         rounds = self._rounds
         try:
             verdict = rounds.current().claim(rounds.phases.patience_s)

@@ -42,7 +42,7 @@ _INTERRUPTED_S = 1.5
 """How long an interrupted rank that has not met the others tries to report."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
-"""The coordinator polls the store with pauses of a twentieth of the time that it has waited."""
+"""The shortest and the longest pause of `OperationRounds.poll`."""
 
 _LOCAL_LOOK_S = 0.2
 """How often a waiting rank checks whether its own worker process is alive."""
@@ -283,7 +283,10 @@ class OperationRounds:
             self.changed.notify_all()
 
     def poll(self, is_over: Callable[[], bool], end_s: float) -> bool:
-        """Repeat a request until it returns True; return whether it has by `end_s`."""
+        """Repeat a request until it returns True; return whether it has by `end_s`.
+
+        Each pause is a twentieth of the time that this call has waited, within the limits above.
+        """
         begin_s = time.monotonic()
         while not is_over():
             now_s = time.monotonic()

@@ -352,6 +352,8 @@ def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> 
         for file, table in zip(files, shards.tables, strict=True)
         for fqn, box, start, length in zip(*(table[key] for key in keys), strict=True)
     }
+    # Torch's own readers know no class of this package.
+    metadata.planner_data = dict(metadata.planner_data)
     metadata.storage_meta = dcp.StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION
     return pickle.dumps(metadata)

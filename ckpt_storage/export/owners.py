@@ -26,8 +26,9 @@ _SUFFIXED = re.compile(r".*-([0-9a-f]{8})\.safetensors")
 def check_owned(store: Store, here: Sequence[ObjectInfo], identity: str) -> None:
     """Raise `CheckpointExistsError` if a weight file is from another program.
 
-    Files of ours have a name and a size that a record holds. So may have those of a run that died
-    before it wrote its record, and, of this content (`identity`), all that a record names.
+    A file is from an export by this package if a record has its name and size. Also accepted are
+    files with names that an unfinished run may have used, since a run can die before it writes a
+    record, and all files that a record of this content (`identity`) names, whatever their size.
     """
     folders = (_RECORDS.fullmatch(entry.path) for entry in listed(store, DOCUMENTS))
     known = set[tuple[str, int]]()

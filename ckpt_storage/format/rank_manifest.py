@@ -37,7 +37,10 @@ from .names import DTYPES, is_save_id, shard_path
 _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 
 COLUMNS = ("fqn", "dtype", "box", *_POSITIONS)
-"""The columns of a `ShardFile`."""
+"""The columns of a `ShardFile` with a number for each item, in the order of the rows of writers.
+
+`ShardFile` has a field for each of them; `_file_of` checks them.
+"""
 
 HASH_BYTES = 16
 """The length of an XXH3-128."""

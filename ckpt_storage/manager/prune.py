@@ -65,9 +65,9 @@ def prune(
 
 
 class Pruner:
-    """Plans and prunes one root; keeps what `protect` returns, and the last recorded save.
+    """Plans and prunes one root. Protects the names that `protect` returns, and the last save.
 
-    If it `sweeps`, each prune also frees the dead saves beside one kept step, in turn.
+    With `sweeps`, each prune also frees the dead saves in the folder of one kept step, in turn.
     """
 
     def __init__(
@@ -221,10 +221,11 @@ class Pruner:
     def _to_clean(
         self, kept: Sequence[PruneDecision], tombstones: Sequence[FolderState]
     ) -> list[str]:
-        """Return tombstones, each once in a process, and the kept steps that are swept.
+        """Return tombstones, each once in a process, and the kept steps whose dead saves to free.
 
-        These are one in turn if it `sweeps`, else all that are thin, each save once in a process: a
-        thinning that was killed has not freed what it replaced.
+        With `sweeps` this is one step in each prune, in turn. Otherwise these are all thin steps,
+        each save once in a process, because a thinning that was killed has not freed the whole
+        save.
         """
         new = {(state.name, state.slot) for state in tombstones} - self._tried_tombstones
         in_use = self._root.in_use.reasons()
@@ -293,7 +294,10 @@ class Pruner:
         return None
 
     def _free(self, name: str, deadline: Deadline, freed: list[str]) -> str | None:
-        """Free the leftovers of dead saves and deletions, at last the slots; as `_delete`."""
+        """Free the leftovers of dead saves and deletions, and then old slots.
+
+        Returns why nothing was freed, None if it was tried.
+        """
         if name in self._root.links():
             return _LINK
         status = self._root.read_state(name, deadline).status
@@ -301,7 +305,7 @@ class Pruner:
             return "another tool wrote it"
         store = self._root.open(deadline, name)
         if status != "empty":
-            # No save has this id: a commit stays, and a deletion that was begun is finished.
+            # No save has the id "none", so this deletes no commit, but ends a deletion that began.
             delete_with_exports(store, "none")
             freed += cleaning.free_leftovers(store)
             self._root.forget(name)

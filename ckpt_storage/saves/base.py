@@ -1,6 +1,6 @@
 """The base of a save: what one rank wrote of an earlier save, to be compared and reused.
 
-A file is not copied through the process: it is linked, or the storage copies it.
+No byte of a reused file passes through the process: the file is linked, or the storage copies it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WINDOW_BYTES = 4 * MIB
 _PIECE_BYTES = 64 * KIB
 """How many bytes are hashed by one call: so few that `xxhash` keeps the interpreter's lock.
 
-A thread that gives the lock away waits for it while another runs Python.
+A thread that releases the lock waits to get it back while another thread runs Python.
 """
 
 _COPY_PART_BYTES = 64 << 20
@@ -78,7 +78,11 @@ class Base:
         return [(fqns[fqn], self.manifest.box_of(file, at)) for at, fqn in enumerate(file.fqn)]
 
     def has_same(self, key: Key, item: Item) -> bool:
-        """Return whether an item has the bytes of the base's; reads no more than it must."""
+        """Return whether an item has the same bytes in the base.
+
+        The first block is compared by its checksum, so that most changed values are read no
+        further; the rest by the hash of the payload.
+        """
         stored = self.items.get(key)
         if stored is None:
             return False
@@ -105,7 +109,7 @@ class Base:
 def read_base(store: Store, save_id: str, *, rank: int) -> Base | None:
     """Return what a rank wrote of a base; None if it wrote nothing, or, with a warning, for damage.
 
-    The base may have another world size: a chunk that is the same is the same.
+    The base may have another world size, since items are compared by name and chunk.
     """
     path = rank_manifest_path(save_id, rank)
 

@@ -30,10 +30,14 @@ MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it 
 """What to do about a tensor that cannot be saved."""
 
 _MAX_WINDOW_BYTES = 4 << 20
-"""Long enough to hide the start of a copy, short enough to be done while as much is written."""
+"""The bytes that are copied from a device at a time.
+
+So many that starting a copy costs little, and so few that the copy ends while as many bytes are
+written.
+"""
 
 _SMALL_BYTES = 64 << 10
-"""Up to here one copy costs less than views."""
+"""Up to this size one copy costs less than views."""
 
 
 Items = Callable[[SavePlan], Iterable[Item]]

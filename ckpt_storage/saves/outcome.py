@@ -1,4 +1,8 @@
-"""The outcome of a failed save on one rank, as one table; it is on the page *Errors*, too."""
+"""The outcome of a failed save on one rank, as one table; it is on the page *Errors*, too.
+
+Every rank looks it up in `_write_and_commit` of `save.py`. The outcome of the storage request that
+commits is decided before, by `take_slot` in `commit/slotlog.py`.
+"""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class RankSave:
             return self._pack(Answer(plan_id=None, wants="plans"))
         session.settle(differences)
         self._metadata, self._from_lowest = cached.metadata, cached.from_lowest
-        assert self._metadata is not None  # noqa: S101  # `_may_reuse` saw to it
+        assert self._metadata is not None  # noqa: S101  # `_may_reuse` checked this
         sizes = sizes_in_metadata(self._metadata)
         ticket = session.begin(len(opened), cached.item_count, sizes)
         return self._pack(

@@ -31,11 +31,13 @@ SAMPLE_BYTES = 8 * BLOCK_BYTES
 """A tensor of up to so many bytes is read whole; of a larger tensor, blocks at equal distances."""
 
 LARGE_BYTES = MIB
-"""From here on tensors that differ fail a save: statistics of a model are smaller, weights larger.
+"""The size from which tensors that differ fail a save.
+
+Running statistics of a model are smaller, weights are larger.
 """
 
 _RAW_BYTES = 1024
-"""Up to here elements are kept, and no checksum is made before it is asked for."""
+"""Up to this size the elements are kept, and their checksum is computed only when it is needed."""
 
 _MAX_LEAVES = 10_000
 """How many values inside a container are compared."""
@@ -306,9 +308,9 @@ def settle_differences(
     stored: str = "those of the lowest rank are stored",
     effect: str = "Nothing was written.",
 ) -> None:
-    """Log what is stored all the same. Raises `RankMismatchError` for what fails the save.
+    """Raise `RankMismatchError` for differences that fail the save; log the other differences.
 
-    `stored` and `effect` are for messages: which values are stored, what an error has left done.
+    `stored` and `effect` are for messages: which values are stored, and what a failed save wrote.
     """
     if policy == "first":
         return

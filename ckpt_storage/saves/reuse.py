@@ -1,10 +1,11 @@
 """What a save does not write again: files of an earlier save, its base, whose values are unchanged.
 
-Each rank writes the values that are expected to stay to a stable file for each group: those that
-patterns name, or else those that equal the base's. If it would have the same values as a file of
-the base, it is linked to that, or copied by the storage. A value that changes after it was in a
-stable file is moving for the rest of the run, and the stable file is written anew without it. Each
-rank decides alone: what it needs to know is in its rank manifest of the base.
+Each rank writes the values that are expected to stay the same to a stable file for each group.
+These are the values that patterns name or, without patterns, the values that equal those of the
+base. If a file of the base has the same values, that file is linked or copied by the storage
+(`copy_file`). A value that changes after it was in a stable file is *moving* for the rest of the
+run: the stable file is written again without it. Each rank decides alone, from its own rank
+manifest of the base.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ _MIN_SHARE = 0.02
 _MIN_BYTES = 64 << 10
 """The share of a rank's bytes, and the bytes, from which a stable file is worth its requests.
 
-Smaller values are not hashed unless they are named: they cost less to write than to follow.
+Values of at most `_MIN_BYTES` are hashed only if patterns name them: to write them costs less than
+to hash and compare them.
 """
 
 _MAX_UNLINKED = 3
-"""After so many saves in a row that could reuse nothing, values are not hashed any more."""
+"""After so many saves in a row that reused nothing, values are no longer hashed."""
 
 Noted = Callable[[SavePlan], Iterable[Item]]
 """Yields the items of a plan, and notes their unsafe values."""
@@ -41,9 +43,11 @@ Noted = Callable[[SavePlan], Iterable[Item]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """One shard file of a save: its items, or the file of the base that equals them.
+    """One shard file of a save, which is written, or reused from the base.
 
-    `age` as for `ShardFile`. `moving` are values that changed after they were expected to stay.
+    `stored` is the file of the base that has the items of `plan`; None: the file is written. `age`
+    as for `ShardFile`. `moving` are values that changed after they were expected to stay the same.
+    `is_hashed` selects the items whose hash goes into the rank manifest.
     """
 
     group: str
@@ -58,7 +62,7 @@ class Reuse:
     """The division of a rank's items into files that are written and files that are reused.
 
     `stable` are patterns of names; without any, values that equal the base's are expected to stay.
-    A file is written anew once `full_every` saves have it.
+    A file is written again once `full_every` saves have it. `noted` yields the items of a plan.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Reuse:
         self._is_idle = self._count >= _MAX_UNLINKED
 
     def unlinked_count(self, *, has_linked: bool) -> int:
-        """Return the count that the rank manifest of this save gets."""
+        """Return the `unlinked_count` for the rank manifest of this save."""
         return 0 if has_linked else self._count + 1
 
     def files(self, plans: Mapping[str, SavePlan], deadline: Deadline) -> list[FilePlan]:
@@ -124,14 +128,14 @@ class Reuse:
         sizes: Mapping[Key, int],
         least_bytes: float,
     ) -> tuple[frozenset[Key], ShardFile | None]:
-        """Return the items of the stable file, and the file of the base that has the same."""
+        """Return the items of the stable file, and the file of the base with these, or None."""
 
         def is_worth(keys: Iterable[Key]) -> bool:
             return sum(sizes[key] for key in keys) >= least_bytes
 
         staying = frozenset(wanted)
         stored, reused = self._find_file(equal)
-        # A few values that join are not worth writing the others again.
+        # To add a few values to the stable file is not worth writing the others again.
         if stored is not None and is_worth(reused) and not is_worth(staying - reused):
             return reused, stored
         return (staying if is_worth(staying) else frozenset()), None
@@ -146,7 +150,7 @@ class Reuse:
     def _compare(
         self, plan: SavePlan, wanted: Collection[Key], deadline: Deadline
     ) -> tuple[set[Key], set[Key]]:
-        """Return the items that equal the base's, and those that left a stable file."""
+        """Return the items that equal the base's, and those of stable files that changed."""
         equal, changed = set[Key](), set[Key]()
         base = self._base
         if base is None:

@@ -1,4 +1,4 @@
-"""The save planner of `save` and its kin: torch's default, for every tensor that can be stored."""
+"""The default save planner: torch's, with correct chunks for the layouts of `loads/layouts.py`."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from ckpt_storage.store.deadline import LOOK_S, Deadline
 class Budget:
     """Bytes of buffers in flight, counted for all transfers of the process together.
 
-    Each transfer passes its own limit of the sum. First come, first served, so that small claims do
-    not starve a large one. A step claims all its bytes at once: a holder must not wait for more.
-    Safe in any thread.
+    Each transfer passes its own limit of the sum. Claims are served in the order in which they are
+    made, so that small claims do not starve a large one. A step claims all its bytes at once: two
+    steps that hold memory and wait for more would block each other. Safe in any thread.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,11 @@ BUDGET = Budget()
 """Shared by all writes of this process."""
 
 READ_BUDGET = Budget()
-"""Shared by all reads: a copy that reads holds memory of `BUDGET`, and must not wait for more."""
+"""Shared by all reads of this process, such as those of a load.
+
+Apart from `BUDGET`: a copy claims memory to write, and then reads into it. With one budget for both
+it would wait for memory that it holds itself.
+"""
 
 os.register_at_fork(after_in_child=BUDGET.reset)
 os.register_at_fork(after_in_child=READ_BUDGET.reset)

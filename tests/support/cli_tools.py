@@ -61,6 +61,7 @@ FREE = {
     *("consolidate ties.", "prune skipped.", "prune failed."),
     *("ls checkpoints.usage.group_bytes.", "show usage.group_bytes."),
     *("ls checkpoints.part.", "show part."),
+    "verify link_counts.",
 }
 """Objects whose keys are names: of metrics, of values."""
 
