@@ -29,7 +29,7 @@ class SaveRequest:
 class HeartbeatRequest:
     """Has the worker send heartbeats of its rank until the save ends; it sends no response.
 
-    `number` is that of the operation.
+    It sends them while the trainer sends none. `number` is that of the operation.
     """
 
     store: StoreAddress

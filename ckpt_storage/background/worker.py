@@ -204,12 +204,20 @@ class Worker:
 
 
 def _send_heartbeats(request: HeartbeatRequest, progress: Heartbeats, end: threading.Event) -> None:
-    """Send heartbeats of this rank until `end`, while the trainer may be busy in C code."""
-    keys = heartbeat_keys(StoreClient(request.store.connect))
+    """Send heartbeats of this rank until `end`, while the trainer is busy in C code and sends none.
+
+    The trainer's heartbeats are not replaced: those of rank 0 relay the progress of other ranks.
+    """
+    keys, timeout_s = heartbeat_keys(StoreClient(request.store.connect)), 2 * request.beat_s
     progress.number = request.number
+    last: bytes | None = None
     try:
         while not end.wait(request.beat_s):
-            keys.set(request.key, progress.pack(), 2 * request.beat_s)
+            heartbeat = keys.get(request.key, timeout_s)
+            if heartbeat == last:
+                heartbeat = progress.pack()
+                keys.set(request.key, heartbeat, timeout_s)
+            last = heartbeat
     except LostStoreError as error:
         # The trainer sends heartbeats, too.
         log.debug("no heartbeats from the worker: %s", error)

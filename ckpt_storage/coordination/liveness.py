@@ -226,14 +226,15 @@ class FailureDetector:
     Processes of the same host are watched through descriptors, so their end is noticed at once. A
     rank counts as silent after a number of checks without a new heartbeat, each a fresh read.
     Checks, not seconds: a process that was stopped itself first reads the heartbeats that arrived
-    meanwhile. The worker process of a rank sends heartbeats under the same key, so that a trainer
-    that is busy in C code does not count as dead.
+    meanwhile. The worker process of a rank sends heartbeats under the same key while its trainer is
+    busy in C code and sends none, so that this rank does not count as dead.
 
     `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each check;
     `on_error` once this rank cannot watch any more; both in the detector's thread.
 
     Requests: per beat (`beat_interval_s`) each rank sets one key and reads one; the coordinator
     reads one key of each rank, 256 in a request: `2 * world_size / beat_s` small requests a second.
+    A worker process reads one key per beat.
 
     Raises `RuntimeError` where the process cannot have another thread.
     """

@@ -2,13 +2,15 @@
 
 Each round has these keys in the store that ranks share:
 
-`from/RANK`  the payload of a member; the coordinator polls these.
+`from/RANK`  the payload of a member.
 `verdict`    written once, by compare-and-set: by the coordinator, which claims the round once all
              have arrived, or by the first rank that fails, with its error.
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every rank waits for this key alone.
 
-The owner of the verdict writes the release. So an operation cannot both fail and go on.
+The coordinator polls `from/RANK` and `verdict`. The owner of the verdict writes the release, so an
+operation cannot both fail and go on; the release of a failure is written by each rank that reads it
+in `verdict`.
 """
 
 from __future__ import annotations

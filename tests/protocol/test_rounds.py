@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from rank_threads import (
     values,
 )
 
+from ckpt_storage.background.messages import HeartbeatRequest
+from ckpt_storage.background.worker import _send_heartbeats
 from ckpt_storage.coordination import operation_rounds
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
@@ -349,6 +352,24 @@ def test_requests_that_are_lost_for_good_leave_no_wrong_outcome(
     each(_requests_of_a_save(), check)
 
 
+def test_a_failure_whose_release_is_lost_reaches_all_ranks_before_the_deadline() -> None:
+    """The coordinator reads the verdict while it waits, and writes the release."""
+    store = SharedStore()
+    store.add_fault(Fault(effect="request lost", rank=1, key="/1/2/release$", count=1_000))
+
+    def inside(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (1, "writing"):
+            raise CheckpointError("The disk is on fire.")
+
+    timeouts = Timeouts(plan=END_S, write=2.0, commit=2.0, silence=END_S)
+    ended = values(
+        run(group(store, 3), lambda ranks: rolling(ranks, 1, timeouts=timeouts, inside=inside))
+    )
+    for error in (ended[0], ended[2]):
+        assert isinstance(error, RankFailedError), error
+        assert (error.rank, "on fire" in str(error)) == (1, True)
+
+
 # Cancels from another thread.
 
 
@@ -414,7 +435,8 @@ def test_a_cancel_in_any_stage_ends_the_save_for_all_or_for_none(
 def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(canceller: int) -> None:
     """It waits in the store while the coordinator claims its round, and the commit as well."""
     store = SharedStore()
-    hanging = Fault(effect="hangs", rank=canceller, method="compare_set", key="/2/1/verdict$")
+    # Not a poll of the coordinator, which reads the verdict.
+    hanging = Fault(effect="hangs", rank=canceller, key="/2/1/verdict$", spares_reads=True)
     sending = threading.Event()
     committed = threading.Event()
 
@@ -680,6 +702,32 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     assert failures == [None]
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.is_silent) == (1, True)
+
+
+def test_a_worker_does_not_replace_heartbeats_of_its_trainer() -> None:
+    """They relay the progress of other ranks; its own are sent while the trainer sends none."""
+    store, trainer, slow = SharedStore(), Heartbeats(0), Heartbeats(2)
+    slow.begin("write", 100)
+    trainer.receive(slow.pack())
+    keys, key, seen = heartbeat_keys(store.keys_of(0).client), "session/0", list[bool]()
+
+    class Beats(threading.Event):
+        """The trainer sends a heartbeat before each of the first five beats of the worker."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout == 1.0
+            if seen or keys.get(key, END_S):
+                member = Heartbeats(1)
+                member.receive(keys.get(key, END_S) or b"")
+                seen.append(2 in member.known())
+            if len(seen) < 5:
+                keys.set(key, trainer.pack(), END_S)
+            return len(seen) == 8
+
+    address = SimpleNamespace(connect=partial(store.connect, 101))
+    request = HeartbeatRequest(store=address, key=key, number=0, beat_s=1.0)  # type: ignore[arg-type]  # as much as is used
+    _send_heartbeats(request, Heartbeats(0, process_id=1), Beats())
+    assert seen == [True] * 5 + [False] * 3
 
 
 def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:

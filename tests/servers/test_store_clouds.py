@@ -18,6 +18,7 @@ from sshfs import SSHFileSystem
 from suites import SuiteAt
 
 from ckpt_storage.errors import StorageError
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends import clouds
@@ -142,3 +143,24 @@ def test_a_deletion_on_azure_leaves_names_that_its_client_resolves(
     AzureBackend(location, Settings()).delete(["saves/a", "saves/../x", "saves/f//"])
     assert sent == ["saves/a", "saves/f//"]
     assert "'saves/../x'" in caplog.text
+
+
+def test_a_part_that_changed_since_its_checksum_is_not_sent_to_azure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The MD5 that the SDK sends is of the changed bytes, so that the service would take them."""
+    sent: list[str] = []
+
+    def run(_: object, _call: object, name: str, *_args: object, **_more: object) -> None:
+        sent.append(name)
+
+    monkeypatch.setattr(AzureBackend, "_run", run)
+    location = Location.of("az://box/run", {"account_name": "a", "account_key": "aaaa"})
+    store = Store(AzureBackend(location, Settings()), url=location.url, policy=POLICY)
+    upload, part = store.upload("x"), memoryview(b"changed")
+    with pytest.raises(StorageError, match="at byte 0 changed in this process's memory"):
+        upload.write_part(0, 0, [part], last=False, crc32c=crc32c_of(b"hashed!"))
+    assert sent == []
+    upload.write_part(0, 0, [part], last=False, crc32c=crc32c_of(part))
+    assert sent == ["stage_block"]
+    store.close()

@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import Backend, Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.problems import check_copied
+from ckpt_storage.store.problems import check_copied, upload_error
 from ckpt_storage.store.threads import report_progress
 
 from . import clouds
@@ -145,6 +146,9 @@ class AzureBackend(clouds.CloudBackend):
     def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         """Put Block, with a name that no other upload of this path uses."""
         body = b"".join(data)
+        if part.crc32c not in {None, crc32c_of(body)}:
+            # Put Block takes no CRC-32C, and the SDK's MD5 is that of `body`.
+            raise upload_error(path, f"got other bytes at {part.offset} than were hashed")
         # All names of a blob's blocks must have the same length.
         block_id = base64.b64encode(f"{token}-{part.number:06d}".encode()).decode()
         checked = {"length": len(body), "validate_content": True}
