@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils import serialization
 
+import ckpt_storage
 from ckpt_storage import errors, verify
 from ckpt_storage.export.conversion import FORMATS, TargetFormat
 from ckpt_storage.export.convert import convert
