@@ -21,7 +21,7 @@ from ckpt_storage.transfer.workers import side_by_side
 from .deletion import TOMBSTONE_AGE_S, log_to_extend
 from .process import process_identity
 from .publishing import check_slots, footer_of
-from .slotlog import read_stock_tail, stamp, take_slot
+from .slotlog import read_log, read_slot, read_stock_tail, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 
@@ -178,6 +178,15 @@ def commit(
         # A fence of another attempt does not change the head.
         if holder.type != "fence" or ticket.save_id in holder.fenced:
             raise _conflict(store, ticket.save_id, holder)
+
+
+def find_conflict(store: Store, ticket: SaveTicket) -> CommitConflictError | None:
+    """Return why an attempt cannot commit: it was deleted or fenced; None if no record says so."""
+    for slot in range(ticket.last_slot + 1, read_log(store).last_slot + 1):
+        holder = read_slot(store, slot)
+        if holder is not None and ticket.save_id in holder.fenced:
+            return _conflict(store, ticket.save_id, holder)
+    return None
 
 
 def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictError:

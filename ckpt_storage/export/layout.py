@@ -356,4 +356,6 @@ def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> 
     metadata.planner_data = dict(metadata.planner_data)
     metadata.storage_meta = dcp.StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION
+    # Torch's own readers know no class of this package.
+    metadata.planner_data = dict(metadata.planner_data or {})
     return pickle.dumps(metadata)

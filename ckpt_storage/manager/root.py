@@ -256,7 +256,9 @@ class Root:
 
     def newest_sound(self) -> str | None:
         """Return the name of the checkpoint of the highest step that is known to be sound."""
-        known = [name for (name, _), is_sound in self._soundness.copy().items() if is_sound]
+        # Of several saves of one name, the last that was recorded is the checkpoint.
+        newest = {name: is_sound for (name, _), is_sound in self._soundness.copy().items()}
+        known = [name for name, is_sound in newest.items() if is_sound]
         return max(known, key=lambda name: self.names.step_of(name) or 0, default=None)
 
     def record_damaged(self, info: CheckpointInfo, reason: str) -> None:

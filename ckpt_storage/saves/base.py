@@ -37,6 +37,9 @@ A thread that releases the lock waits to get it back while another thread runs P
 _COPY_PART_BYTES = 64 << 20
 _MAX_COPY_PARTS = 9_000
 
+_COPY_FAILURES = frozenset({*COPY_REFUSALS, "not-found", "other", "precondition", "refused"})
+"""Kinds of errors of a copy after which the file is written: none says that a write fails, too."""
+
 log = logging.getLogger("ckpt_storage")
 
 Key = tuple[str, Box | None]
@@ -150,9 +153,10 @@ def copy_file(
         else:
             return False
     except StorageError as error:
-        if error.kind not in {*COPY_REFUSALS, "not-found"}:
+        if error.kind not in _COPY_FAILURES:
             raise
-        log.debug("%s is written and not reused: %s", path, error)
+        level = logging.WARNING if error.kind == "other" else logging.DEBUG
+        log.log(level, "%s is written and not reused: %s", path, error)
         return False
     except IntegrityError as error:
         log.warning("%s is written and not reused: %s", path, error)

@@ -69,7 +69,8 @@ class Reuse:
         self, base: Base | None, stable: Sequence[str], full_every: int | None, *, noted: Noted
     ) -> None:
         count = 0 if base is None else base.manifest.unlinked_count
-        starts_anew = full_every is not None and count >= full_every
+        # Without names, the third save is the first that can reuse a file.
+        starts_anew = full_every is not None and count >= max(full_every, _MAX_UNLINKED)
         self._base = None if starts_anew else base
         self._count = 0 if starts_anew else count
         self._stable = stable

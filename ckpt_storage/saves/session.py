@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit.assembly import commit_save
-from ckpt_storage.commit.attempt import SaveTicket, begin
+from ckpt_storage.commit.attempt import SaveTicket, begin, find_conflict
 from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.cleaning import free_dead
 from ckpt_storage.commit.info import CheckpointInfo
@@ -230,6 +230,7 @@ class SaveSession:
             # Without this rank's report the coordinator cannot commit.
             if not isinstance(error, PhaseTimeoutError):
                 self.discard(ticket.save_id, is_whole=False)
+                self._raise_conflict(ticket, error)
             raise
 
     def _has_freed(self, ticket: SaveTicket, deadline: Deadline) -> bool:
@@ -421,11 +422,26 @@ class SaveSession:
                     stats=stats,
                     must_publish=options.stock_metadata != "never",
                 )
-        except (CommitConflictError, IntegrityError, StorageError):
+        except (CommitConflictError, IntegrityError, StorageError) as error:
             # It is not committed, and no rank tries again.
             self.discard(ticket.save_id, is_whole=True)
+            self._raise_conflict(ticket, error)
             raise
         return CheckpointInfo.of(self.url, record)
+
+    def _raise_conflict(self, ticket: SaveTicket, error: CheckpointError) -> None:
+        """Raise `CommitConflictError` if `error` is due to a process that deleted this attempt."""
+        is_missing = isinstance(error, StorageError) and error.kind in {"not-found", "other"}
+        if not is_missing and not isinstance(error, IntegrityError):
+            return
+        try:
+            conflict = find_conflict(self._store.bounded(Deadline("commit", _OUTCOME_S)), ticket)
+        except CheckpointError as failure:
+            error.add_note(f"Reading the commit log failed too: {failure}")
+            return
+        if conflict is not None:
+            conflict.rank, conflict.phase = self._error_rank, error.phase
+            raise conflict from error
 
     def outcome(self, save_id: str) -> CheckpointInfo | None:
         """Return the committed save if the head is `save_id`, else None; any rank."""

@@ -373,6 +373,11 @@ class S3Objects:
         if is_copy := request.op == "part_copy" and not streams:
             whole = self._source(request).body
             asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{len(whole) - 1}")
+            if f"{_SOURCE}-range" in request.headers and len(whole) <= self.min_part_bytes:
+                # AWS, "UploadPartCopy" (x-amz-copy-source-range): "You can copy a range only if
+                # the source object is greater than 5 MB." The text is that of its list of errors.
+                what = "The specified copy source is not supported as a byte-range copy source"
+                raise S3Error(400, "InvalidRequest", what)
             start, stop = _range(asked, len(whole))
             if asked != f"bytes={start}-{stop - 1}":
                 raise S3Error(400, "InvalidArgument", f"{asked} of {len(whole)} bytes")

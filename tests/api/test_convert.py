@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils import serialization
 
+import ckpt_storage
 from ckpt_storage import errors, verify
 from ckpt_storage.export.conversion import FORMATS, TargetFormat
 from ckpt_storage.export.convert import convert
@@ -521,3 +522,11 @@ def test_shards_of_what_is_overwritten_do_not_stay(tmp_path: Path, to: TargetFor
     else:
         convert(tmp_path / "src", tmp_path / "dst", to=to, overwrite=True)
     assert len(list((tmp_path / "dst").glob("*.distcp"))) == (to == "dcp")
+
+
+def test_metadata_of_torch_names_no_class_of_this_package(tmp_path: Path) -> None:
+    """Stock torch reads a conversion where this package is not installed; `verify` accepts it."""
+    ckpt_storage.save({"a": {1: torch.ones(3)}}, tmp_path / "run")
+    ckpt_storage.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    assert b"ckpt_storage" not in (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert ckpt_storage.verify(tmp_path / "dcp").ok

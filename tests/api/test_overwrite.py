@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 import threading
 from collections import Counter
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import ckpt_storage
+import ckpt_storage.saves.session
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
 from ckpt_storage.commit import slotlog
-from ckpt_storage.errors import CheckpointGoneError
+from ckpt_storage.errors import CheckpointGoneError, CommitConflictError
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.source import model
 from ckpt_storage.store import open_store
@@ -214,3 +216,22 @@ def test_verify_of_what_was_opened_says_that_it_was_deleted(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / "c" / "commits")
         with pytest.raises(ckpt_storage.CheckpointGoneError, match="was deleted since"):
             opened.verify()
+
+
+@pytest.mark.parametrize("place", ["session.ShardsWriter", "session.commit_save"])
+def test_a_save_whose_checkpoint_is_deleted_meanwhile_loses_to_the_deletion(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Its files are gone while it writes, or before it commits: a conflict, and no fault."""
+    called = operator.attrgetter(place)(ckpt_storage.saves)
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        ckpt_storage.delete(folder)
+        return called(*arguments, **named)
+
+    monkeypatch.setattr(f"ckpt_storage.saves.{place}", late)
+    with pytest.raises(CommitConflictError, match="was deleted") as caught:
+        ckpt_storage.save({"w": torch.ones(3)}, folder)
+    assert caught.value.winner["type"] == "deleted"
+    with pytest.raises(CheckpointGoneError):
+        ckpt_storage.open_checkpoint(folder)

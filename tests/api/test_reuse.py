@@ -254,6 +254,14 @@ def test_a_file_is_written_anew_once_so_many_checkpoints_have_it(tmp_path: Path)
     assert [inodes.count(inode) for inode in dict.fromkeys(inodes)] == [3, 3, 1]
 
 
+def test_a_small_full_every_leaves_time_to_find_what_stays(tmp_path: Path) -> None:
+    """Two full saves find what stays, without names; then two checkpoints have each file."""
+    with CheckpointManager(tmp_path, reuse=True, full_every=2) as manager:
+        infos = [manager.save(step, state_of(step)) for step in range(1, 8)]
+    reused = [bool(info.stats.reused_bytes) for info in infos if info.stats]
+    assert reused == [False, False, True, False, True, False, True]
+
+
 def test_a_run_of_which_nothing_stays_is_hashed_three_times(tmp_path: Path) -> None:
     """Then no save is, until `full_every` says so."""
     hashed = []
@@ -288,6 +296,25 @@ def test_a_manager_takes_what_it_restored_as_the_base(tmp_path: Path) -> None:
         info = manager.save(2, state_of(2))
     assert info.stats is not None
     assert info.stats.reused_bytes
+
+
+def test_a_damaged_save_of_a_step_that_was_sound_before_is_no_base(tmp_path: Path) -> None:
+    """The manager knows an earlier save of that step as sound; its damage must not be linked."""
+    with CheckpointManager(tmp_path, reuse=True, stable="model.base.*") as manager:
+        ckpt_storage.save(state_of(1), manager.url_of(1))
+        for moving in range(2):
+            manager.save(2, state_of(moving), overwrite=True)
+        path = Path(manager.url_of(2).removeprefix("file://"))
+        (file,) = (file for fqns, file in files_of(path).items() if set(fqns) == BASE)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.chmod(0o600)
+        file.write_bytes(data)
+        restored = manager.restore(dcp_cases.zeros_like(state_of(1)))
+        assert restored is not None
+        assert restored.step == 1
+        manager.save(2, state_of(2))
+    assert is_loaded(path, state_of(2))
 
 
 def test_a_saver_reuses_too(tmp_path: Path) -> None:

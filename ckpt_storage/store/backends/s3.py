@@ -211,7 +211,7 @@ class S3Backend(clouds.CloudBackend):
         return CopySource(scope=scope, address=self._name(path), path=f"{self._url}/{path}")
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
-        """UploadPartCopy of a range, if the source still has the version of the first copy."""
+        """UploadPartCopy, if the source still has the version of the first copy."""
         address = copy.source.address
         source = self._sources.get((token, address))
         if source is None:
@@ -224,7 +224,10 @@ class S3Backend(clouds.CloudBackend):
         check_source(copy, source_bytes)
         request = self._upload(path, token, PartNumber=copy.number + 1, CopySourceIfMatch=etag)
         request["CopySource"] = {"Bucket": self._place[0], "Key": address}
-        request["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
+        if copy.length < source_bytes:
+            # AWS, "UploadPartCopy": "You can copy a range only if the source object is greater than
+            # 5 MB."
+            request["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
         answer = self._send("upload_part_copy", **request).get("CopyPartResult", {})
         if "ETag" not in answer:
             # The server ignored the header with the source, and holds an empty part.
