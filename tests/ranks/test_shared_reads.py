@@ -240,7 +240,7 @@ def left() -> list[str]:
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "passing on": (Peers, "send"),
+    "sending": (Peers, "send"),
     "receiving": (Peers, "receive"),
     "own": (RangeReader, "run"),
 }
@@ -328,6 +328,7 @@ def _load_without_rank_1(
     return caught.value.rank, str(caught.value), seconds
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(
     ("world_size", "when", "how"),
     [
