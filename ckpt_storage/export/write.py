@@ -355,7 +355,7 @@ class FileWriter:
             return False
         place, first = stored
         # S3 copies no range of an object that is not longer than the shortest part.
-        if length < place.file_bytes <= (able.copy_min_bytes or 0):
+        if length < (place.file_bytes or length) <= (able.copy_min_bytes or 0):
             return False
         copy = PartCopy(
             number=start // job.region.part_bytes,
