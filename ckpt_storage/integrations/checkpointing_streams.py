@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_storage.coordination.failures import picklable_copy
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, RankFailedError, StorageError
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.inspect.reading import read_into
 from ckpt_storage.saves.files import PREFIX, FileStream
@@ -35,7 +35,7 @@ class WriteStream(io.IOBase):
         try:
             self._stream.write(view)
         except BaseException as error:
-            self._stream.abort(error)
+            self._fail(error)
             raise
         return len(view)
 
@@ -46,8 +46,14 @@ class WriteStream(io.IOBase):
             try:
                 self._stream.close()
             except BaseException as error:
-                self._stream.abort(error)
+                self._fail(error)
                 raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail the save. Raises its error if this one only follows from that of another rank."""
+        first = self._stream.abort(error)
+        if isinstance(error, StorageError) and isinstance(first, RankFailedError):
+            raise first from error
 
 
 class ReadStream(io.RawIOBase):

@@ -124,12 +124,12 @@ class FilesSave:
         self._is_written.set()
         return self._result.result()
 
-    def fail(self, error: BaseException) -> None:
-        """Fail the save on all ranks, and wait until they know."""
+    def fail(self, error: BaseException) -> BaseException:
+        """Fail the save on all ranks; return the error of the save, which may be a peer's."""
         with self._lock:
             self._error = self._error or error
         self._is_written.set()
-        self._result.exception()
+        return self._result.exception() or error
 
     def add(self, stream: FileStream, size_bytes: int, file: WrittenShard) -> None:
         """Take a file whose stream has ended."""
@@ -273,12 +273,15 @@ class FileStream:
             self._flush()
         self._save.add(self, self._size_bytes, self._shard.complete(self._path))
 
-    def abort(self, error: BaseException) -> None:
-        """Discard the file and fail the save because of `error`. Idempotent."""
+    def abort(self, error: BaseException) -> BaseException:
+        """Discard the file and fail the save because of `error`; return as `FilesSave.fail`.
+
+        Idempotent.
+        """
         if not self._is_over:
             self._is_over = True
             self._shard.abort_after(error)
-        self._save.fail(error)
+        return self._save.fail(error)
 
 
 def _metadata_of(sizes: Mapping[str, int]) -> Metadata:

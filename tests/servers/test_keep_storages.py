@@ -112,7 +112,7 @@ def test_a_damaged_object_of_gcs_is_not_copied(gcs_root: Running) -> None:
     data = bytearray(store.get(shard).data)
     data[-500] ^= 1
     store.replace(shard, bytes(data))
-    with pytest.raises(IntegrityError, match="other bytes than the checkpoint says"):
+    with pytest.raises(IntegrityError, match="does not have the checksum of its writer"):
         copy(run, target, storage_options=options)
     with pytest.raises(CheckpointError):
         open_checkpoint(target, storage_options=options)
