@@ -109,9 +109,10 @@ def test_a_kill_leaves_a_whole_checkpoint_or_none(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_an_error_of_one_rank_is_raised_on_all(mode: str, tmp_path: Path) -> None:
-    """With a class of ours, also out of the writer processes, and within seconds."""
-    said = job(tmp_path, url=str(tmp_path / "run"), mode=mode, steps=[1, 2], fault="error")
+@pytest.mark.parametrize("fault", ["error", "overtaken"])
+def test_an_error_of_one_rank_is_raised_on_all(mode: str, fault: str, tmp_path: Path) -> None:
+    """A rank whose own write is stopped by the failure raises the failure, and names its rank."""
+    said = job(tmp_path, url=str(tmp_path / "run"), mode=mode, steps=[1, 2], fault=fault)
     assert said[0]["saves"][1].startswith("RankFailedError")
     assert said[1]["saves"][1].startswith("StorageError")
     for answer in said.values():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_threads import wait_until
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
@@ -72,8 +73,12 @@ def sabotage(where: str, rank: int, step: int) -> None:
         save_count = counts["saves"] = counts.get("saves", 0) + ("model" in stream.name)
         if save_count == step and comes("write", 1):
             os.kill(os.getpid(), signal.SIGKILL)
-        if save_count == step and comes("error", 1):
+        if save_count == step and (comes("error", 1) or comes("overtaken", 1)):
             raise StorageError("The disk is on fire.", kind="other")
+        if save_count == step and comes("overtaken", 0):
+            deadline: Any = stream._save._deadline  # noqa: SLF001  # nothing public waits for it
+            wait_until(deadline.has_failed, "the failure of the other rank")
+            raise StorageError("The write was not begun.", kind="not-begun")
         close(stream)
 
     def taking(*arguments: Any, **fields: Any) -> Any:
