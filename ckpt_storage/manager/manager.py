@@ -36,7 +36,7 @@ from ckpt_storage.options import (
 from ckpt_storage.saves.hashes import check_hashes
 from ckpt_storage.saves.options import Chained
 from ckpt_storage.source.renaming import Rename
-from ckpt_storage.store import Location, redacted_url
+from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .delete import delete_step
@@ -48,7 +48,7 @@ from .resume import Check, Restored, Resumer
 from .retention import PruneReport
 from .root import Root
 from .schedule import Schedule
-from .selection import select_own, select_step, select_url
+from .selection import Selected, select_own
 from .step_save import StepSave
 from .upkeep import Upkeep
 
@@ -410,22 +410,13 @@ class CheckpointManager:
         self._check_open()
         self._meet()
         options |= {"process_group": self._process_group, "retry": self._retry}
-        selection: dict[str, Any] = {}
-        if url is not None:
-            select = partial(select_url, self._roots, url, step)
-            selection = {"selected": redacted_url(url), "select": select}
-        elif step is not None:
-            selection = {
-                "selected": f"step {step}",
-                "select": partial(select_step, self._roots, step),
-            }
         resumer = Resumer(
             self._ranks,
             self._roots,
             check=check,
+            selected=Selected.of(self._roots, step=step, url=url),
             part=part,
             restore_count=self._restore_count,
-            **selection,
         )
         restored = resumer.run(partial(load, state, timeout=self._timeouts, **options))
         # Only a restore that succeeded counts: one that a single rank called fails there.

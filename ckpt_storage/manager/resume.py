@@ -25,7 +25,7 @@ from ckpt_storage.store.deadline import Deadline
 from .folders import FolderState, damage_of
 from .listing import find_newest, newest_first
 from .root import UNUSABLE, Root
-from .selection import Selection
+from .selection import Selected
 
 log = logging.getLogger("ckpt_storage")
 
@@ -76,10 +76,10 @@ Load = Callable[..., object]
 class Resumer:
     """One restore on one rank, together with the others.
 
-    By default of the newest checkpoint below `roots`. `select`, called where all ranks get its
-    error, returns the roots of a checkpoint and its name; `selected` names it in messages. With
-    `part` one that holds some values only is loaded, too. `restore_count` is how often this rank
-    has restored before; afterwards, the same on all ranks, it includes this restore.
+    It loads the newest checkpoint below `roots`, or the one that is `selected`, whose `select` is
+    called where all ranks get its error. With `part` a checkpoint that holds some values only is
+    loaded, too. `restore_count` is how often this rank has restored before; afterwards, the same
+    on all ranks, it includes this restore.
     """
 
     def __init__(
@@ -88,8 +88,7 @@ class Resumer:
         roots: Sequence[Root],
         *,
         check: Check = "read",
-        selected: str = "the newest",
-        select: Callable[[], Selection] | None = None,
+        selected: Selected | None = None,
         part: bool = False,
         restore_count: int = 0,
     ) -> None:
@@ -97,8 +96,8 @@ class Resumer:
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
-        self._selected = selected
-        self._select = select
+        self._selected = "the newest" if selected is None else selected.text
+        self._select = None if selected is None else selected.select
         self._takes_parts = part
         self._name: str | None = None
         self._timeouts = roots[0].timeouts

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, redacted_url
 
 from .root import Root
 
 Selection = tuple[Sequence[Root], str]
 """Roots that may have a checkpoint, and its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """The checkpoint that a caller names: its text in messages, and how its selection is made."""
+
+    text: str
+    select: Callable[[], Selection]
+
+    @classmethod
+    def of(
+        cls, roots: Sequence[Root], *, step: int | None, url: str | os.PathLike[str] | None
+    ) -> Selected | None:
+        """Return the checkpoint of a step or at a URL; None: the newest is wanted."""
+        if url is not None:
+            return cls(text=redacted_url(url), select=partial(select_url, roots, url, step))
+        if step is not None:
+            return cls(text=f"step {step}", select=partial(select_step, roots, step))
+        return None
 
 
 def select_step(roots: Sequence[Root], step: int) -> Selection:
