@@ -1,5 +1,7 @@
 """Seeded schedules of savers, thinners, pruners, readers and kills at one root, and their judge.
 
+Part of the state is frozen, and saves reuse its file of another checkpoint of the root.
+
     python tests/faults/keep_schedules.py --seeds 1000
 
 Each actor is a thread that runs public functions at a URL of its own for the same root, as a
@@ -62,9 +64,12 @@ State = dict[str, Any]
 STEPS = (1, 2, 3)
 SIZES = {"model": 300, "extra": 40, "optim": 900}
 PARTS = ({*SIZES}, {"model", "extra"}, {"model"})
-"""What a save holds, and what thinnings leave of it."""
+"""What a save holds beside what is frozen, and what thinnings leave of it."""
+FROZEN_COUNT, FROZEN = 20_000, 7.0
+"""How many values are frozen, enough for a file of their own, and what each of them is."""
 
 QUICK = RetryPolicy(attempt_count=3, first_delay_s=0.0, max_delay_s=0.0)
+REUSE: dict[str, Any] = {"stable": "frozen", "sync_files": False, "retry": QUICK}
 KEEPS: tuple[Keep, ...] = (
     KeepLatest(1) | KeepPart(drop="optim*"),
     KeepLatest(2) | KeepEvery(2) | KeepPart(drop=("optim*", "extra")),
@@ -78,8 +83,9 @@ _TWO_DAYS_S = 2 * 24 * 3600.0
 
 
 def state_of(number: int) -> State:
-    """Return the state of one save: all its values are its number."""
-    return {name: torch.full((size,), float(number)) for name, size in SIZES.items()}
+    """Return the state of one save: all its values but the frozen ones are its number."""
+    state = {name: torch.full((size,), float(number)) for name, size in SIZES.items()}
+    return {**state, "frozen": torch.full((FROZEN_COUNT,), FROZEN)}
 
 
 def number_of(values: Mapping[str, Any]) -> int:
@@ -245,7 +251,11 @@ class Actor:
 def read(url: str) -> int:
     """Read all values of a checkpoint; return the number of its save."""
     with open_checkpoint(url, retry=QUICK) as checkpoint:
-        return number_of({name: checkpoint[name].torch() for name in checkpoint})
+        values = {name: checkpoint[name].torch() for name in checkpoint}
+    frozen = values.pop("frozen", None)
+    if frozen is None or not bool((frozen == FROZEN).all()):
+        raise RuleBrokenError("the frozen values are lost or changed")
+    return number_of(values)
 
 
 def restore(url: str) -> int:
@@ -278,9 +288,13 @@ class Schedule:
         choose = random.Random(f"keep {self.seed}")
         turns = Turns(choose)
         names = StepNames()
+        base = None
         for step in STEPS:
             url = f"{self.place.url()}/{names.name_of(step)}"
-            ckpt_storage.save(state_of(step), url, step=step, sync_files=False, retry=QUICK)
+            info = ckpt_storage.save(state_of(step), url, step=step, base=base, **REUSE)
+            if base and (info.stats is None or info.stats.reused_bytes < 4 * FROZEN_COUNT):
+                raise RuleBrokenError(f"{url} reuses no file of {base}")
+            base = url
         if choose.random() < 0.5:
             ckpt_storage.thin(f"{self.place.url()}/{names.name_of(1)}", drop="optim*")
         actors = [self._actor(index, choose, names) for index in range(choose.randint(3, 5))]
@@ -311,11 +325,15 @@ class Schedule:
         keep = choose.choice(KEEPS)
         drop = choose.choice(("optim*", ["optim*", "extra"]))
         next_step = len(STEPS) + 1 + choose.randrange(2)
+        base = f"{root}/{names.name_of(choose.choice(STEPS))}"
         state = state_of(number)
         jobs: dict[str, Callable[[], object]] = {
             "saver of the next step": lambda: save_next(root, next_step, number, keep),
             "saver over a step": lambda: ckpt_storage.save(
-                state, url, overwrite=True, sync_files=False, retry=QUICK
+                state, url, overwrite=True, base=base, **REUSE
+            ),
+            "saver with a base": lambda: ckpt_storage.save(
+                state, f"{root}/{names.name_of(next_step)}", base=base, **REUSE
             ),
             "thinner": lambda: ckpt_storage.thin(url, drop=drop, retry=QUICK),
             "pruner": lambda: ckpt_storage.prune(root, keep, dry_run=False, retry=QUICK),
