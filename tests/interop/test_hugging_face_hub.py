@@ -6,7 +6,6 @@ describes paths, `resolve` sends a file or a range of it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import threading
@@ -19,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from servers import send
 
 import ckpt_storage
 from ckpt_storage import RetryPolicy, StorageError
@@ -98,25 +98,17 @@ class Handler(BaseHTTPRequestHandler):
         data = path.read_bytes()
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted)
         if match is None:
-            self._send(200, data, {})
+            send(self, 200, data, {})
             return
         start, stop = int(match[1]), min(int(match[2]) + 1, len(data))
         content_range = f"bytes {start}-{stop - 1}/{len(data)}"
-        self._send(206, data[start:stop], {"Content-Range": content_range})
+        send(self, 206, data[start:stop], {"Content-Range": content_range})
 
     def _send_absent(self) -> None:
-        self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        send(self, 404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     def _send_json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, data: bytes, heads: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**heads, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        with contextlib.suppress(ConnectionError):
-            self.end_headers()
-            self.wfile.write(b"" if self.command == "HEAD" else data)
+        send(self, 200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     do_GET = do_HEAD = do_POST = _answer  # noqa: N815  # the base class's
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from safetensors.torch import load_file
+from servers import send
 
 import ckpt_storage
 from ckpt_storage import (
@@ -64,29 +65,19 @@ def served(folder: Path) -> Iterator[Web]:
             web.heads.append(dict(self.headers.items()))
             file = folder / self.path.strip("/")
             if web.failure_status or not file.is_file():
-                self._send(web.failure_status or 404, b"no\n", {})
+                send(self, web.failure_status or 404, b"no\n", {})
                 return
             data, total = file.read_bytes(), file.stat().st_size
             match = re.fullmatch(r"bytes=(\d*)-(\d*)", wanted) if web.has_ranges else None
             heads = {"ETag": f'"{total}"'}
             if match is None:
-                self._send(200, data, heads)
+                send(self, 200, data, heads)
                 return
             first, last = match.groups()
             start = int(first) if first else max(0, total - int(last))
             stop = min(int(last) + 1, total) if first and last else total
             heads["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
-            self._send(206, data[start:stop], heads)
-
-        def _send(self, status: int, data: bytes, heads: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**heads, "Content-Length": str(len(data))}.items():
-                self.send_header(name, value)
-            # A client that has what it wants closes the connection.
-            with contextlib.suppress(ConnectionError):
-                self.end_headers()
-                self.wfile.write(b"" if self.command == "HEAD" else data)
-                self.wfile.flush()
+            send(self, 206, data[start:stop], heads)
 
         do_GET = do_HEAD = do_PUT = do_DELETE = do_POST = _answer  # noqa: N815  # the base class's
 

@@ -145,6 +145,19 @@ def process(name: str, folder: Path, command: Sequence[str]) -> Iterator[Callabl
                 started.wait(STOP_TIMEOUT_S)
 
 
+def send(
+    handler: BaseHTTPRequestHandler, status: int, data: bytes, headers: Mapping[str, str]
+) -> None:
+    """Send a response; a client that has what it needs may have closed the connection."""
+    handler.send_response(status)
+    for name, value in {**headers, "Content-Length": str(len(data))}.items():
+        handler.send_header(name, value)
+    with contextlib.suppress(ConnectionError):
+        handler.end_headers()
+        handler.wfile.write(b"" if handler.command == "HEAD" else data)
+        handler.wfile.flush()
+
+
 def wait_for(what: str, is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
     """Wait until a server is ready; `check` raises if it has ended."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
