@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 from dcp_cases import same, seeded
@@ -18,7 +19,7 @@ from local_stores import local_store
 import ckpt_storage
 import ckpt_storage.saves.session
 from ckpt_storage import CheckpointError, CheckpointNotFoundError, RetryPolicy, verify
-from ckpt_storage.errors import CheckpointInProgressError
+from ckpt_storage.errors import CheckpointInProgressError, StorageError
 from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action, Script
@@ -142,6 +143,30 @@ def test_a_reusing_save_on_a_disk_survives_every_fault_at_every_system_call(
         shutil.rmtree(root / "0")
         assert same(values_of(str(root / "1")), NEW), at
         shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("kind", ["not-found", "other", "precondition", "refused", "permission"])
+def test_a_file_whose_copy_is_refused_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """Such an error of a copy says nothing about writes."""
+    save(0, str(tmp_path / "0"))
+    monkeypatch.setattr(Store, "copy_object", Mock(side_effect=StorageError("no", kind=kind)))
+    info = save(1, str(tmp_path / "1"), base=str(tmp_path / "0"))
+    assert info.stats.reused_bytes == 0
+    assert same(values_of(str(tmp_path / "1")), NEW)
+
+
+def test_a_copy_for_which_there_is_no_space_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of the same bytes would fail, too."""
+    save(0, str(tmp_path / "0"))
+    full = StorageError("the disk is full", kind="no-space")
+    monkeypatch.setattr(Store, "copy_object", Mock(side_effect=full))
+    with pytest.raises(StorageError, match="the disk is full"):
+        save(1, str(tmp_path / "1"), base=str(tmp_path / "0"))
+    assert values_of(str(tmp_path / "1")) is None
 
 
 T = TypeVar("T")
