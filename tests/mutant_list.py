@@ -1147,13 +1147,13 @@ _COORDINATION_MUTANTS = [
         [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "if number < self.number:",
         "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)",
         "idle_s=slowest.idle_s)",
         [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
-from ckpt_storage.coordination.liveness import RankProgress, beat_interval_s
+from ckpt_storage.coordination.heartbeats import RankProgress, beat_interval_s
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.observe.stats import OperationStats

@@ -10,8 +10,8 @@ from typing import Any
 
 from .identity import Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
-from .liveness import RankProcess
 from .operation_rounds import OperationRounds
+from .processes import RankProcess
 from .rounds import ByRank, Failed, Released
 
 log = logging.getLogger("ckpt_storage")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .identity import Identity
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError
-from .liveness import RankProcess
+from .processes import RankProcess
 from .rounds import CLAIMED, Failed, Release, Round, Superseded
 
 _MAX_ROUNDS = 64

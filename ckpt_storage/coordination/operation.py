@@ -24,14 +24,16 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
 from .coordinator import Arrival, Coordinator
+from .failure_detector import FailureDetector
 from .failures import ranks_lost_error
+from .heartbeats import Heartbeats
 from .identity import Identity
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
-from .liveness import FailureDetector, Heartbeats, RankProcess, heartbeat_keys
 from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
+from .processes import RankProcess
 from .rounds import ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
@@ -213,14 +215,10 @@ class Operation:
         self.heartbeats.number = self.lane.number
         if self._detector is None:
             self._detector = FailureDetector(
-                heartbeat_keys(self.lane.keys.client),
+                self.lane,
                 self.heartbeats,
                 on_lost=self._report_lost_ranks,
                 on_error=self._rounds.lose,
-                rank=self.rank,
-                world_size=self.world_size,
-                key_of=self.lane.heartbeat_key,
-                processes=self.lane.processes,
                 silence_s=self.timeouts.silence,
                 name=f"ckpt-storage watch: {self.what}",
             )

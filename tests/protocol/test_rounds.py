@@ -37,16 +37,14 @@ from rank_threads import (
 from ckpt_storage.background.messages import HeartbeatRequest
 from ckpt_storage.background.worker import _send_heartbeats
 from ckpt_storage.coordination import operation_rounds
+from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.heartbeats import Heartbeats, heartbeat_keys
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import StoreClient
-from ckpt_storage.coordination.liveness import (
-    FailureDetector,
-    Heartbeats,
-    RankProcess,
-    heartbeat_keys,
-)
+from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.processes import RankProcess
 from ckpt_storage.coordination.rounds import ByRank, UndecidedError
 from ckpt_storage.errors import (
     CheckpointError,
@@ -735,14 +733,10 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
     own, lost = RankProcess.own(), queue.SimpleQueue[tuple[list[int], str]]()
     assert own is not None
     detector = FailureDetector(
-        SharedStore().keys_of(0),
+        Lane(SharedStore().keys_of(0), rank=0, global_ranks=range(2)),
         Heartbeats(0),
         on_lost=lambda ranks, how: lost.put((list(ranks), how)),
         on_error=lambda error: pytest.fail(str(error)),
-        rank=0,
-        world_size=2,
-        key_of="alive/{}".format,
-        processes={},
         silence_s=600.0,
         name="watch",
     )
