@@ -42,12 +42,8 @@ class Coordinator:
         def have_arrived() -> bool:
             nonlocal missing
             rounds.raise_failure()
-            verdict = current.read_verdict(phases.patience_s)
-            if isinstance(verdict, Failed):
-                # The rank that failed may have ended, or lost the store, before it released.
-                current.release(verdict, phases.patience_s)
-                rounds.note_failed(verdict, rounds.round_number)
-                rounds.raise_failure()
+            if current.read_verdict(phases.patience_s) is not None:
+                self.claim()  # raises the failure
             phases.log_late(self._late_names)
             missing = rounds.lane.keys.skip_present(missing, phases.patience_s)
             return not missing

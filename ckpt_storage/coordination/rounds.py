@@ -126,7 +126,7 @@ class Round:
 
     def claim(self, timeout_s: float) -> Verdict:
         """Claim the round for the coordinator, unless it has a verdict; return the verdict."""
-        return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))
+        return self._set_verdict(_COORDINATOR, timeout_s)
 
     def read_verdict(self, timeout_s: float) -> Verdict | None:
         """Return the verdict, None if there is none yet."""
@@ -135,7 +135,13 @@ class Round:
 
     def fail(self, failed: Failed, timeout_s: float) -> Verdict:
         """Fail the round for all ranks, unless it has a verdict; return the verdict."""
-        packed = pickle.dumps(failed)
+        return self._set_verdict(pickle.dumps(failed), timeout_s)
+
+    def _set_verdict(self, packed: bytes, timeout_s: float) -> Verdict:
+        """Set the verdict unless there is one; return it. Writes the release of a failure.
+
+        The rank that failed may have ended, or lost the store, before it wrote the release.
+        """
         verdict = _unpacked(self._keys.set_first(self._verdict_key, packed, timeout_s))
         if isinstance(verdict, Failed):
             self.release(verdict, timeout_s)

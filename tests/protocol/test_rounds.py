@@ -368,6 +368,28 @@ def test_a_failure_whose_release_is_lost_reaches_all_ranks_before_the_deadline()
         assert (error.rank, "on fire" in str(error)) == (1, True)
 
 
+def test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline() -> None:
+    """A rank fails after the coordinator's last poll, and loses the store before the release."""
+    store = SharedStore()
+    claim = Fault(effect="hangs", rank=0, key="/1/2/verdict$", spares_reads=True)
+    store.add_fault(claim)
+    store.add_fault(Fault(effect="request lost", rank=1, key="/1/2/release$", count=1_000))
+
+    def cancel(operation: Operation) -> None:
+        assert claim.seen.wait(END_S)
+        operation.failed(SaveCancelledError("cancelled by the user"))
+        claim.released.set()
+
+    def inside(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (1, "writing"):
+            threading.Thread(target=cancel, args=[operation], daemon=True).start()
+
+    ended = values(run(group(store, 3), lambda ranks: rolling(ranks, 1, inside=inside)))
+    for error in (ended[0], ended[2]):
+        assert isinstance(error, SaveCancelledError), error
+        assert error.rank == 1
+
+
 # Cancels from another thread.
 
 
