@@ -112,7 +112,7 @@ class Round:
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
         """Send this member's payload."""
-        self._keys.set_surely(self.arrival_key, payload, timeout_s)
+        self._keys.set_polled(self.arrival_key, payload, timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
