@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
 
 from .failures import error_for_peers, picklable_copy
@@ -211,8 +211,8 @@ class OperationRounds:
     def begin_number(self) -> None:
         """Take the next number of the lane and enter its first round.
 
-        Raises `NumberAbandonedError` if there is a newer session, `PhaseTimeoutError` if there is
-        none in time.
+        Raises `NumberAbandonedError` if there is a newer session, or if ranks have left this number
+        of a read after their deadline; `PhaseTimeoutError` if there is no session in time.
         """
         lane = self.lane
         with self.changed:
@@ -229,6 +229,10 @@ class OperationRounds:
         if lane.is_superseded(self.phases.patience_s):
             # Also after the requests above: rank 0 may have made a session meanwhile.
             raise NumberAbandonedError
+        if self.identity is not None and self.identity.is_read:
+            release = self.current().read_release(self.phases.patience_s)
+            if isinstance(release, Failed) and isinstance(release.error, PhaseTimeoutError):
+                raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
         """Wait for a key that the coordinator writes before this rank has a number."""

@@ -484,6 +484,28 @@ def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(cancell
     assert all((value == {1}) == is_committed for value in ended), ended
 
 
+# Loads.
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> None:
+    """Ranks that come to a number which another rank left after its deadline take the next."""
+
+    def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
+        try:
+            with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
+                identity = Identity(kind="the load", url=LAST, is_read=True)
+                return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
+        except PhaseTimeoutError as error:
+            return error
+
+    ranks = group(SharedStore(), 3)
+    (ended,) = values(run([ranks[alone]], partial(load, timeouts=SHORT))[:1])
+    assert isinstance(ended, PhaseTimeoutError)
+    assert values(run(ranks, load)) == ["read"] * 3
+    assert values(run(ranks, lambda of: rolling(of, 1))) == [{1}] * 3
+
+
 # The commit.
 
 
