@@ -189,8 +189,12 @@ class Lane:
     # Calls that were not reported to the other ranks.
 
     def note_ended(self, failed: Failed) -> None:
-        """Note that a call of this rank failed: it counts in the session where all ranks meet."""
-        if not self.has_met:
+        """Note that a call of this rank failed: it counts in the session where all ranks meet.
+
+        A read does not count: it may go on with any read of the others.
+        """
+        is_read = failed.identity is not None and failed.identity.is_read
+        if not self.has_met and not is_read:
             self._ended.append(failed)
 
     def remember(self, release: Release, round_number: int = 0, *, has_number: bool = True) -> None:
