@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .coordinator import Arrival, Coordinator
+from .coordinator import Coordinator
 from .failure_detector import FailureDetector
 from .failures import ranks_lost_error
 from .heartbeats import Heartbeats
@@ -34,7 +33,7 @@ from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
 from .processes import RankProcess
-from .rounds import ByRank, NumberAbandonedError
+from .rounds import Arrival, ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
 
@@ -84,8 +83,11 @@ class Operation:
         )
         self._phases.grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
         self._rounds = OperationRounds(lane, self._phases)
-        self._member = Member(self._rounds, self._describe_coordinator)
-        self._coordinator = Coordinator(self._rounds)
+        self._role: Coordinator | Member = (
+            Coordinator(self._rounds, self.heartbeats.describe)
+            if lane.is_coordinator
+            else Member(self._rounds, self._describe_coordinator)
+        )
         self._detector: FailureDetector | None = None
         self._has_met = False
 
@@ -192,17 +194,12 @@ class Operation:
         arrival = Arrival(
             identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
         )
-        packed = b"" if self.is_coordinator else pickle.dumps(arrival)
         while not self._has_met:
             with contextlib.suppress(NumberAbandonedError):
                 rounds.begin_number()
                 self._detect_failures()
                 rounds.raise_failure()
-                if self.is_coordinator:
-                    answer = self._coordinator.convene(arrival, decide)
-                else:
-                    self._member.arrive(packed)
-                    answer = self._member.await_release()
+                answer = self._role.convene(arrival, decide)
                 self._has_met = True
         is_first = not self.lane.has_met
         self.lane.note_met(self._phases.patience_s)
@@ -245,11 +242,9 @@ class Operation:
                 # It cannot be failed once the coordinator has claimed it.
                 self._rounds.is_commit = True
         values = self.gather(value)
-        if not self.is_coordinator:
-            return self._member.await_release()
-        decision = decide(values)
+        decision = decide(values) if self.is_coordinator else None
         del values
-        return self._coordinator.answer(decision, is_last=is_last)
+        return self._role.answer(decision, is_last=is_last)
 
     def gather(self, value: _T) -> list[_T]:
         """Send `value` to the coordinator; it gets all in order of rank, others an empty list.
@@ -257,25 +252,11 @@ class Operation:
         Others return at once. `broadcast` must follow: it ends the round.
         """
         self._rounds.raise_failure()
-        if self.world_size == 1:
-            return [value]
-        if not self.is_coordinator:
-            self._member.arrive(pickle.dumps(value))
-            return []
-        values: dict[int, _T] = self._coordinator.collect()
-        missing = [rank for rank in self._rounds.others if rank not in values]
-        if missing:
-            late = self.lane.global_ranks_of(missing)
-            known = "; ".join(self.heartbeats.describe(rank) for rank in late[:8])
-            raise self._phases.late(late, "not reported", f": {known}")
-        self._coordinator.claim()
-        return [value, *(values[rank] for rank in self._rounds.others)]
+        return self._role.gather(value)
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
-        if not self.is_coordinator:
-            return self._member.await_release()  # type: ignore[no-any-return]  # the coordinator's
-        return self._coordinator.answer(value)  # type: ignore[no-any-return]  # its own value
+        return self._role.answer(value)  # type: ignore[no-any-return]  # the coordinator's
 
     def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in order of rank, on every rank."""

@@ -25,10 +25,21 @@ from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
 from .keyvalue import KeyValues
+from .processes import RankProcess
 
 _T = TypeVar("_T")
 
 _COORDINATOR = b"coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The payload of the first round. `terms` are further values that ranks must share."""
+
+    identity: Identity
+    terms: Mapping[str, str]
+    value: Any
+    process: RankProcess | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
