@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 from ckpt_storage.errors import CheckpointError
@@ -16,7 +16,7 @@ from ckpt_storage.errors import CheckpointError
 from .heartbeats import Heartbeats, beat_interval_s, heartbeat_keys
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
-from .processes import LocalProcesses, RankProcess
+from .processes import LocalProcesses
 
 log = logging.getLogger("ckpt_storage")
 
@@ -80,15 +80,15 @@ class FailureDetector:
             self._close()
             raise
 
-    def note_met(self, processes: Mapping[int, RankProcess]) -> None:
-        """Note that all ranks have met, and watch `processes`, which were not known before.
+    def note_met(self) -> None:
+        """Note that all ranks have met, so that the lane knows the processes of this host.
 
         A rank without any heartbeat counts as silent from now on.
         """
         self._has_met = True
         with self._lock:
             if self._wake_write >= 0:
-                self._processes.add(processes)
+                self._processes.add(self._lane.processes)
         self.nudge()
 
     def nudge(self) -> None:

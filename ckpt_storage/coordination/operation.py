@@ -83,6 +83,8 @@ class Operation:
         )
         self._phases.grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
         self._rounds = OperationRounds(lane, self._phases)
+        self.failed = self._rounds.fail
+        self.report = self._rounds.report
         self._role: Coordinator | Member = (
             Coordinator(self._rounds, self.heartbeats.describe)
             if lane.is_coordinator
@@ -119,14 +121,6 @@ class Operation:
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
         return self._rounds.failure or self._rounds.loss
-
-    def failed(self, error: CheckpointError) -> None:
-        """Fail the operation on all ranks; as `OperationRounds.fail`."""
-        self._rounds.fail(error)
-
-    def report(self, error: CheckpointError) -> None:
-        """Report `error` to the other ranks in place of the exception that this rank raises."""
-        self._rounds.report(error)
 
     def set_local_failure(self, local_failure: Callable[[], CheckpointError | None]) -> None:
         """Let waits end when `local_failure()` returns why this rank cannot go on."""
@@ -201,10 +195,9 @@ class Operation:
                 rounds.raise_failure()
                 answer = self._role.convene(arrival, decide)
                 self._has_met = True
-        is_first = not self.lane.has_met
         self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
-        self._detector.note_met(self.lane.processes if is_first else {})
+        self._detector.note_met()
         return answer
 
     def _detect_failures(self) -> None:

@@ -36,10 +36,12 @@ class LocalProcesses:
         self._ended: list[int] = []
 
     def add(self, processes: Mapping[int, RankProcess]) -> None:
-        """Watch the processes of this host among `processes`, by rank."""
+        """Watch the processes of this host among `processes`, by rank; each once."""
         own = RankProcess.own()
         for rank, process in processes.items():
             if own is None or process.host != own.host or process.pid == own.pid:
+                continue
+            if rank in self._rank_of.values():
                 continue
             try:
                 self._rank_of[os.pidfd_open(process.pid)] = rank

@@ -8,9 +8,9 @@ Each round has these keys in the store that ranks share:
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every rank waits for this key alone.
 
-The coordinator polls `from/RANK` and `verdict`. The owner of the verdict writes the release, so an
-operation cannot both fail and go on; the release of a failure is written by each rank that reads it
-in `verdict`.
+The coordinator polls `from/RANK` and `verdict`. It releases an answer only after it has claimed the
+round, so an operation cannot both fail and go on. The release of a failure is written by each rank
+that tries to set the verdict and reads the failure there.
 """
 
 from __future__ import annotations

@@ -776,8 +776,9 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
     """In the first operation as well: the end of a process is reported, not its silence."""
     own, lost = RankProcess.own(), queue.SimpleQueue[tuple[list[int], str]]()
     assert own is not None
+    lane = Lane(SharedStore().keys_of(0), rank=0, global_ranks=range(2))
     detector = FailureDetector(
-        Lane(SharedStore().keys_of(0), rank=0, global_ranks=range(2)),
+        lane,
         Heartbeats(0),
         on_lost=lambda ranks, how: lost.put((list(ranks), how)),
         on_error=lambda error: pytest.fail(str(error)),
@@ -785,7 +786,8 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
         name="watch",
     )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        detector.note_met({1: replace(own, pid=process.pid)})
+        lane.processes = {1: replace(own, pid=process.pid)}
+        detector.note_met()
         process.kill()
         assert lost.get(timeout=END_S) == ([1], "died")
     detector.stop()
