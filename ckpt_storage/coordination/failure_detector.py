@@ -40,9 +40,9 @@ class FailureDetector:
     `on_lost(ranks, how)` is called for ranks that are dead or silent, again at each check;
     `on_error` once this rank cannot watch any more; both in the detector's thread.
 
-    Requests: per beat (`beat_interval_s`) each rank sets one key and reads one; the coordinator
-    reads one key of each rank, 256 in a request: `2 * world_size / beat_s` small requests a second.
-    A worker process reads one key per beat.
+    Requests: per beat (`beat_interval_s`) each rank sets its key and reads that of the coordinator,
+    which reads the keys of all, 256 in a request: `2 * world_size / beat_s` small requests a
+    second. A worker process reads its rank's key once per beat.
 
     Raises `RuntimeError` where the process cannot have another thread.
     """

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
@@ -26,7 +27,7 @@ COORDINATOR = 0
 """The rank that decides and commits: the first of the group, as in DCP."""
 
 _SLICE_BYTES = 4 << 20
-"""The server of a TCPStore refuses values of more than 8 MiB, so larger ones are cut."""
+"""The server of a TCPStore refuses values of more than 8 MiB, so larger values are cut."""
 
 _SET_KEYS, _SET_BYTES, _GET_KEYS, _CHECK_KEYS = 128, 128 << 10, 256, 1024
 """Limits of one request: the server parses an unfinished request from its start at every read."""
@@ -223,7 +224,7 @@ class KeyValues:
     def __init__(self, client: StoreClient, prefix: str, *, is_root: bool = False) -> None:
         self.client = client
         self._prefix = prefix
-        self._is_root = is_root
+        self._run = partial(client.call, is_root=is_root)
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
         """Write `value`, of any size, under `key`; readers see all of it or nothing.
@@ -347,9 +348,6 @@ class KeyValues:
 
     def _call(self, name: str, key: str, *args: Any, timeout_s: float, **kw: Any) -> Any:  # noqa: ANN401  # as the call's own
         return self._run(name, self.name_of(key), *args, timeout_s=timeout_s, **kw)
-
-    def _run(self, name: str, *args: Any, **kw: Any) -> Any:  # noqa: ANN401  # as above
-        return self.client.call(name, *args, is_root=self._is_root, **kw)
 
     def _compare_set(self, key: str, old: str, new: str | bytes, timeout_s: float) -> bytes:
         # Also for reading: torch's `get` waits for a key that is missing, for as long as the

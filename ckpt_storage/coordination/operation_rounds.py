@@ -320,7 +320,10 @@ class OperationRounds:
         if error is not None:
             self._report(error)
         elif not self.is_over and self.lane.is_coordinator and self._round is not None:
-            self._release_last_round()
+            # Threads of all ranks wait for the round that no rank will use. If a rank has failed
+            # in it, all others learn that.
+            if self._round.claim(self.phases.patience_s) == CLAIMED:
+                self._round.release(Released(is_last=True), self.phases.patience_s)
         self.is_over = True
         if self.lane.world_size == 1:
             return True
@@ -334,13 +337,6 @@ class OperationRounds:
         self.is_over = True
         if self._listener is not None:
             self._listener.close()
-
-    def _release_last_round(self) -> None:
-        """Release the round that no rank will use: threads of all ranks wait for it."""
-        current, patience_s = self.current(), self.phases.patience_s
-        # If a rank has failed in it, all others learn that.
-        if current.claim(patience_s) == CLAIMED:
-            current.release(Released(is_last=True), patience_s)
 
     def report(self, error: CheckpointError) -> None:
         """Report `error` to the other ranks in place of the exception that this rank raises."""
