@@ -319,11 +319,14 @@ class OperationRounds:
         """
         if error is not None:
             self._report(error)
-        elif not self.is_over and self.lane.is_coordinator and self._round is not None:
-            # Threads of all ranks wait for the round that no rank will use. If a rank has failed
-            # in it, all others learn that.
-            if self._round.claim(self.phases.patience_s) == CLAIMED:
-                self._round.release(Released(is_last=True), self.phases.patience_s)
+        elif (
+            not self.is_over
+            and self.lane.is_coordinator
+            and self._round is not None
+            and self._round.claim(self.phases.patience_s) == CLAIMED
+        ):
+            # Threads of all ranks wait for this round, which no rank uses.
+            self._round.release(Released(is_last=True), self.phases.patience_s)
         self.is_over = True
         if self.lane.world_size == 1:
             return True
