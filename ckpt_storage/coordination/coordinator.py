@@ -73,7 +73,7 @@ class Coordinator:
             rounds.has_claimed = True
             raise
         if isinstance(verdict, Failed):
-            rounds.note_failed(verdict, rounds.round_number)
+            rounds.note_failed(verdict, rounds.current())
             rounds.raise_failure()
         with rounds.changed:
             rounds.has_claimed = True
@@ -103,7 +103,7 @@ class Coordinator:
                 raise
             # The outcome stands; ranks that do not learn it ask the storage.
             log.warning("Reporting the outcome of %s failed: %s", rounds.phases.what, error)
-            rounds.lane.remember(release, rounds.round_number)
+            rounds.lane.remember(release, current)
             rounds.lose(error)
         rounds.end_round(is_last=is_last)
         return own
@@ -155,7 +155,7 @@ class Coordinator:
         )
         verdict = rounds.current().fail(failed, rounds.phases.patience_s)
         assert isinstance(verdict, Failed)  # noqa: S101  # only this rank claims
-        rounds.note_failed(verdict, 1)
+        rounds.note_failed(verdict, rounds.current())
         rounds.raise_failure()
 
     def _read_earlier(self) -> list[Mapping[int, Identity]]:
@@ -170,7 +170,7 @@ class Coordinator:
             unknown = [
                 rank for rank in self._rounds.others if lane.global_ranks[rank] not in identities
             ]
-            first_round = lane.round(lane.prefix(number), 1)
+            first_round = lane.first_round(lane.prefix(number))
             arrived = first_round.arrived(unknown, patience_s)
             arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
             identities |= {

@@ -137,7 +137,7 @@ class Member:
         if isinstance(release, Superseded):
             raise NumberAbandonedError
         if isinstance(release, Failed):
-            rounds.note_failed(release, rounds.round_number)
+            rounds.note_failed(release, rounds.current())
             rounds.raise_failure()
         assert isinstance(release, Released)  # noqa: S101  # all else has been raised
         answer = release.answer

@@ -105,17 +105,27 @@ class ByRank(Generic[_T]):
 
 
 class Round:
-    """The keys of one round, as one rank uses them. Each method raises `LostStoreError`."""
+    """The keys of one round, as one rank uses them. Each method raises `LostStoreError`.
 
-    def __init__(self, keys: KeyValues, prefix: str, *, rank: int) -> None:
+    `operation` is the prefix of the keys of the operation, in which rounds have a `number` from 1.
+    """
+
+    def __init__(self, keys: KeyValues, operation: str, number: int, *, rank: int) -> None:
+        self.operation = operation
+        self.number = number
         self._keys = keys
-        self._prefix = prefix
+        self._rank = rank
+        prefix = self._prefix = f"{operation}/{number}"
         self._verdict_key = f"{prefix}/verdict"
         self.release_key = f"{prefix}/release"
         self.arrival_key = self.arrival_key_of(rank)
         self.answer_key = f"{prefix}/to/{rank}"
         # No single member owns these.
         self.shared_keys = [self._verdict_key, self.release_key]
+
+    def next(self) -> Round:
+        """Return the next round of the operation."""
+        return Round(self._keys, self.operation, self.number + 1, rank=self._rank)
 
     def arrival_key_of(self, rank: int) -> str:
         """Return the key of a member's payload."""
