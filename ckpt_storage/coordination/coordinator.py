@@ -45,23 +45,22 @@ class Coordinator:
         current, arrived = rounds.current(), rounds.others
         missing: Sequence[str] = [current.arrival_key_of(rank) for rank in rounds.others]
 
+        def late() -> list[int]:
+            present = current.arrived(rounds.others, phases.patience_s)
+            return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*present}))
+
         def have_arrived() -> bool:
             nonlocal missing
             rounds.raise_failure()
             if current.read_verdict(phases.patience_s) is not None:
                 self._claim()  # raises the failure
-            phases.log_late(self._late_names)
+            phases.log_late(late)
             missing = rounds.lane.keys.skip_present(missing, phases.patience_s)
             return not missing
 
         if not rounds.poll(have_arrived, phases.end_s):
             arrived = current.arrived(rounds.others, phases.patience_s)
         return current.payloads(arrived, phases.patience_s)
-
-    def _late_names(self) -> list[int]:
-        rounds = self._rounds
-        arrived = rounds.current().arrived(rounds.others, rounds.phases.patience_s)
-        return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*arrived}))
 
     def _claim(self) -> None:
         """Claim the round for the coordinator. Raises the error of a rank that failed it before."""

@@ -95,17 +95,18 @@ class StoreAddress:
 class StoreClient:
     """The connections of this process to one `torch.distributed` store; safe in any thread.
 
-    One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
+    One `connection` carries requests. Each `wait` holds a connection of its own while it lasts: a
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
+    `address` is for other processes, None if only this process can reach the store.
     """
 
     def __init__(
         self, connect: Callable[[], dist.Store], address: StoreAddress | None = None
     ) -> None:
-        self._address = address
+        self.address = address
+        self.connection: dist.Store | None = None
         self._connect = connect
         self._has_failed = False
-        self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
@@ -121,30 +122,14 @@ class StoreClient:
         # Over connections of our own: torch waits on its own. Its stub omits `clone`.
         return cls(store.clone, address)  # type: ignore[attr-defined]
 
-    def address(self) -> StoreAddress | None:
-        """Return the address for other processes; None if only this process can reach the store."""
-        return self._address
-
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if no server listens."""
-        if self._has_failed and self._address is not None and self._address.port:
+        if self._has_failed and self.address is not None and self.address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.
-            where = self._address.host, self._address.port
+            where = self.address.host, self.address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
-
-    @property
-    def connection(self) -> object:
-        """The connection that carries requests; replaced after a call that failed."""
-        return self._requests
-
-    def close(self) -> None:
-        """Drop the connections and the idle threads; a later call connects again."""
-        self._requests = None
-        self._waiting.clear()
-        self._pool.close()
-        self._pool = TimedPool("ckpt-storage keys")
 
     def call(  # as the method's own
         self,
@@ -163,9 +148,9 @@ class StoreClient:
 
         def run() -> Any:  # noqa: ANN401  # as above
             self._forget_parent()
-            store = self._requests
+            store = self.connection
             if store is None:
-                store = self._requests = self.connect()
+                store = self.connection = self.connect()
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
         # A first attempt that hangs may use half of the time.
@@ -176,7 +161,7 @@ class StoreClient:
                 return self._pool.run(run, timeout_s=limit_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
                 # A broken connection stays broken; a connection that hangs blocks all other calls.
-                self._requests, failure, self._has_failed = None, error, True
+                self.connection, failure, self._has_failed = None, error, True
         is_silent = isinstance(failure, StorageError)
         reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
         raise LostStoreError(reason) from failure
@@ -211,7 +196,7 @@ class StoreClient:
     def _forget_parent(self) -> None:
         """In a child of fork, drop the parent's connections: two processes would mix replies."""
         if self._process_id != os.getpid():
-            self._requests, self._process_id = None, os.getpid()
+            self.connection, self._process_id = None, os.getpid()
             self._waiting.clear()
 
 
