@@ -12,7 +12,7 @@ requests and replies, broken connections, a stopped store, requests that arrive 
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
   one that is not.
 * I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
-  none in a round that has failed, unless the coordinator is dead or cannot reach the store.
+  none in a round that has failed, if the coordinator has come to it and can reach the store.
 * I6 The coordinator deletes the files of a failed attempt only after all ranks have left it.
 
 A deadline expires at any time, which is a fault, or where nothing else can happen. Keys of earlier
@@ -412,6 +412,8 @@ class Search:
         if coordinator.phase == "dead" or coordinator.is_broken or request[0] == "linger":
             return False
         round_ = request[1][:3]
+        if coordinator.rank.number + (coordinator.phase != "idle") < round_[1]:
+            return False
         # A coordinator that lost the store for a moment publishes the failure in its next call.
         is_pending = any(number == round_[1] for number, _ in coordinator.rank.pending)
         if is_pending or self.ghosts.values[state.ghost].in_flight:
