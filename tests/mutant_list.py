@@ -1124,9 +1124,23 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set_polled(self.arrival_key, payload, timeout_s)",
         "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "return self._set_verdict(_COORDINATOR, timeout_s)",
+        "return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))",
+        [
+            f"{_ROUNDS}::test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline"
+        ],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "isinstance(release.error, PhaseTimeoutError)",
+        "not isinstance(release.error, PhaseTimeoutError)",
+        [f"{_ROUNDS}::test_a_load_that_one_rank_began_alone_fails_no_load_of_all"],
     ),
     Mutant(
         "coordination/keyvalue.py",
