@@ -210,7 +210,7 @@ class OperationRounds:
         """Take the next number of the lane and enter its first round.
 
         Raises `NumberAbandonedError` if there is a newer session, or if ranks have left this number
-        of a read after their deadline; `PhaseTimeoutError` if there is no session in time.
+        of the same read after their deadline; `PhaseTimeoutError` if there is no session in time.
         """
         lane = self.lane
         with self.changed:
@@ -228,7 +228,11 @@ class OperationRounds:
             raise NumberAbandonedError
         if self.identity is not None and self.identity.is_read:
             release = self.current().read_release(self.phases.patience_s)
-            if isinstance(release, Failed) and isinstance(release.error, PhaseTimeoutError):
+            if (
+                isinstance(release, Failed)
+                and release.identity == self.identity
+                and isinstance(release.error, PhaseTimeoutError)
+            ):
                 raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
