@@ -451,6 +451,12 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/interpreter_exit.py",
+        '(timeouts.write if own.phase == "commit" else 0.0)',
+        "0.0",
+        [_HANDLE],
+    ),
+    Mutant(
+        "background/interpreter_exit.py",
         "rank.heard_s - rank.idle_s",
         "rank.heard_s",
         [f"{_HANDLE}::test_an_exit_waits_for_no_rank_that_only_lives"],
