@@ -895,13 +895,13 @@ _FORMAT_MUTANTS = [
         [_DOCUMENTS],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "or not inflater.eof or inflater.unused_data:",
         "or not inflater.eof:",
         [f"{_DOCUMENTS}::test_bytes_behind_a_packed_stream_are_refused"],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "if self.budget.remaining_bytes < 0:",
         "if size_bytes < 0:",
         [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],

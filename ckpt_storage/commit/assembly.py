@@ -40,8 +40,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
+from ckpt_storage.format.columns import Counts
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
-from ckpt_storage.format.documents import Counts, FileRef, seal
+from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, PlannerData, TensorRecord, int_keys_of
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.observe.stats import OperationStats

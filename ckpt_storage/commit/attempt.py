@@ -13,7 +13,8 @@ from typing import Any
 from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import FileRef, format_of, seal
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.fields import format_of
 from ckpt_storage.store.probe import find_abilities, find_all_abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side

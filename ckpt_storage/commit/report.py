@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.documents import Counts, FileRef
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.rank_manifest import RankManifest
 
 Words = NDArray[np.int32]

@@ -18,21 +18,12 @@ from ckpt_storage.errors import FormatError, IntegrityError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .boxes import Box
+from .columns import Counts, pack_bytes, pack_column, pack_crcs, pack_names
 from .crc import combine_blocks, combine_many
-from .documents import (
-    DAMAGED,
-    MAX_COUNT,
-    MAX_DIMS,
-    Counts,
-    Fields,
-    FileRef,
-    format_of,
-    pack_bytes,
-    pack_column,
-    pack_crcs,
-    pack_names,
-)
-from .names import DTYPES, is_save_id, shard_path
+from .documents import DAMAGED, FileRef
+from .dtypes import DTYPES
+from .fields import MAX_COUNT, MAX_DIMS, Fields, format_of
+from .names import is_save_id, shard_path
 
 _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 

@@ -22,15 +22,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import (
-    DAMAGED,
-    MAX_SLOT_BYTES,
-    RESTORE,
-    Fields,
-    FileRef,
-    unseal,
-)
+from ckpt_storage.format.documents import DAMAGED, MAX_SLOT_BYTES, RESTORE, FileRef, unseal
 from ckpt_storage.format.exports import GUARD_NAME
+from ckpt_storage.format.fields import Fields
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import begun_path, slot_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block

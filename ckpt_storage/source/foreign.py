@@ -21,9 +21,10 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
