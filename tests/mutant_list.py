@@ -811,7 +811,7 @@ _COMMIT_MUTANTS = [
         [f"{_COMMIT}::test_a_head_that_leads_astray_is_refused"],
     ),
     Mutant(
-        "commit/slotlog.py",
+        "transfer/objects.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
         [
@@ -825,7 +825,7 @@ _COMMIT_MUTANTS = [
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
-        "commit/cleaning.py",
+        "commit/fencing.py",
         "freed = [save_id for save_id in dead if save_id not in commits]",
         "freed = list(dead)",
         [_UPKEEP, _COMMIT],

@@ -48,12 +48,12 @@ from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import stat_or_none
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import cleaning, publishing
 from .attempt import SaveTicket, commit
 from .report import Planned, RankReport, ReportTable, incomplete, outside, unpacked
-from .slotlog import stat_or_none
 
 log = logging.getLogger("ckpt_storage")
 

@@ -21,8 +21,8 @@ from ckpt_storage.transfer.workers import side_by_side
 
 from .deletion import TOMBSTONE_AGE_S, log_to_extend
 from .process import process_identity
-from .publishing import check_slots, footer_of
-from .slotlog import read_log, read_slot, read_stock_tail, stamp, take_slot
+from .publishing import check_slots, footer_of, read_stock_tail
+from .slotlog import read_log, read_slot, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 

@@ -11,8 +11,7 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import MAX_SLOT_BYTES, unseal
 from ckpt_storage.store.store import Store
-
-from . import slotlog
+from ckpt_storage.transfer import objects
 
 log = logging.getLogger("ckpt_storage")
 
@@ -89,4 +88,4 @@ def marker_of(store: Store, save_id: str) -> dict[str, object]:
     """Return the body of the marker of an attempt, {} without a marker."""
     path = names.begun_path(save_id)
     decode = partial(unseal, path=path)
-    return slotlog.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}
+    return objects.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from ckpt_storage import errors
 from ckpt_storage.commit.attempt_files import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_log, read_or_none, stamp
+from ckpt_storage.commit.slotlog import read_log, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
@@ -33,6 +33,7 @@ from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import is_there, read_or_none
 
 from .layout import index_document, with_suffix
 from .output import Export, R, ResumeState, WriteSummary

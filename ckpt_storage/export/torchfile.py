@@ -29,7 +29,7 @@ from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20

@@ -35,6 +35,7 @@ from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import side_by_side, some_at_once
 
@@ -228,7 +229,7 @@ class _Check(Findings):
                     marker.value("save_id", str, ok=lambda text: text == manifest.save_id)
                     return True
 
-                has_marker = slotlog.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
+                has_marker = objects.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
                 self.file_count += has_marker is not None
         files = divided(manifest.files, self.part_count)[self.part]
         total_bytes = sum(files.values())

@@ -31,8 +31,8 @@ from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, is_about
+from ckpt_storage.transfer.objects import read_twice
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.rereading import read_twice
 
 from .file_versions import FileVersions
 from .model import Key, Source
