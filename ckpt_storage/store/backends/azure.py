@@ -167,11 +167,6 @@ class AzureBackend(clouds.CloudBackend):
     def abort_upload(self, path: str, token: str) -> None:
         """Do nothing: blocks that are not committed cannot be removed."""
 
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"azure {self.endpoint} {self._place[0]}"
-        url = f"{self._location.url}/{path}"
-        return CopySource(scope=scope, address=self._name(path), path=url)
-
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
         """Copy Blob within the account, which continues after its response; reports no checksum."""
 

@@ -16,6 +16,7 @@ from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
     Content,
+    CopySource,
     ObjectInfo,
     Range,
     ShortReadError,
@@ -193,6 +194,12 @@ class CloudBackend(ClientBackend):
                     what = f"{path}: this server refuses the version that it reports."
                     raise UnsupportedByStoreError(what, kind="unsupported") from error
                 raise
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object; copies are made within a bucket."""
+        scope = f"{self.capabilities.kind} {self.endpoint} {self._bucket}"
+        address, url = self._name(path), f"{self._location.url}/{path}"
+        return CopySource(scope=scope, address=address, path=url)
 
     def delete_folder(self, path: str) -> None:
         folders: set[str] = set()

@@ -190,12 +190,6 @@ class GcsBackend(clouds.CloudBackend):
                 if error.status != _CANCELLED:
                     raise
 
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"gcs {self.endpoint} {self._place[0]}"
-        return CopySource(
-            scope=scope, address=self._name(path), path=f"{self._location.url}/{path}"
-        )
-
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
         """Send Rewrite requests, each with the token of the response before, until it is done.
 

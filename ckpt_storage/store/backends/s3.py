@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format.crc import crc32c_of_all
 from ckpt_storage.options import MIB
-from ckpt_storage.store.backend import Buffers, CopySource, OpenUpload, Part, PartCopy, Settings
+from ckpt_storage.store.backend import Buffers, OpenUpload, Part, PartCopy, Settings
 from ckpt_storage.store.location import Location, address_of
 from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
 
@@ -90,7 +90,6 @@ class S3Backend(clouds.CloudBackend):
         super().__init__(
             location, settings, options=_client_options(location, settings.request_timeout_s)
         )
-        self._url = location.url
         self._dialect = _DIALECTS.setdefault(address_of(location), _Dialect())
         # ETag and length of sources by upload, so that all copies are of one version.
         self._sources: dict[tuple[str, str], tuple[str, int]] = {}
@@ -205,10 +204,6 @@ class S3Backend(clouds.CloudBackend):
         target = self._upload(path, token, PartNumber=part.number + 1)
         answer = self._run(self._ask_checked, "upload_part", data, crc32c=part.crc32c, **target)
         return _receipt(answer)
-
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"s3 {self.endpoint} {self._place[0]}"
-        return CopySource(scope=scope, address=self._name(path), path=f"{self._url}/{path}")
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """UploadPartCopy, if the source still has the version of the first copy."""

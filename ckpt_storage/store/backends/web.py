@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Never
 from urllib.parse import quote
 
-from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store.backend import Backend, Capabilities
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
 
 from .client_registry import ForeignFs
@@ -104,6 +104,7 @@ class WebBackend(CloudBackend):
         url = self._location.url
         raise unable(url, url, "can only be read", "Write to a storage that takes writes.")
 
+    copy_source = Backend.copy_source
     put = delete = begin_upload = put_part = complete_upload = abort_upload = _refuse
     _put = _delete = _terms = _refuse
 
