@@ -79,7 +79,7 @@ def free_leftovers(
 
 
 def _free_superseded(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
-    """Delete commits that `head` superseded, in this order, except the one in `.metadata`."""
+    """Delete commits that `head` superseded, in this order, except that of `.metadata`."""
     if head is None or not save_ids:
         return []
     named = read_footer(store)
@@ -95,8 +95,8 @@ def _free_superseded(store: Store, head: SlotRecord | None, save_ids: Sequence[s
 def free_dead(store: Store, *, besides: str) -> list[str]:
     """Free attempts of any age whose coordinator ran on this host and has ended; return their ids.
 
-    For a save to a full storage; `besides` is its own id. The attempts are fenced first: one that
-    is still running fails with `CommitConflictError`.
+    For a save to a full storage; `besides` is its own id. The attempts are fenced first: an attempt
+    that is still running fails with `CommitConflictError`.
     """
     others = attempts_there(store).keys() - {besides}
     dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]

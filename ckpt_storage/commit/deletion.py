@@ -36,7 +36,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 
     The slots stay as a tombstone; a paused saver fails with `CommitConflictError`. The record names
     the attempts that exist before it, and only those are deleted: their savers aim at the slot of
-    the record or an earlier one, and later savers at later slots. Idempotent; a killed deletion
+    the record or an earlier slot, and later savers at later slots. Idempotent; a killed deletion
     leaves the old checkpoint or none. With `expected_save_id`, a checkpoint with another head is
     not deleted, but a deletion that has begun is finished. Returns whether the checkpoint is
     deleted. A `.metadata` of another tool stays. `export.removal` deletes exports. Raises
@@ -75,9 +75,9 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 def log_to_extend(store: Store) -> slotlog.CommitLog:
     """Return the log, whose next slot may be created within `TOMBSTONE_AGE_S` / 2.
 
-    The last record of a deleted checkpoint must be younger than that: behind an older one a fence
-    is created, and slots that are older than `TOMBSTONE_AGE_S` are removed. Raises `StorageError`,
-    `PhaseTimeoutError`.
+    The last record of a deleted checkpoint must be younger than that: behind an older record a
+    fence is created, and slots that are older than `TOMBSTONE_AGE_S` are removed. Raises
+    `StorageError`, `PhaseTimeoutError`.
     """
     while True:
         store.deadline.check(f"Reading the slots of {store.url}")

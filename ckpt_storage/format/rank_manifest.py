@@ -128,7 +128,7 @@ class RankManifest:
 
     `ties` maps aliases to targets, with which they shared memory on this rank. `unsafe` maps names
     of blobs that only pickle can hold to the class or function that the pickle names.
-    `unlinked_count` is the number of saves in a row, this one included, that could have reused
+    `unlinked_count` is the number of saves in a row, this save included, that could have reused
     files and reused none on this rank.
     """
 
@@ -151,7 +151,7 @@ class RankManifest:
         return None if at < 0 else self.boxes[at]
 
     def renumbered(self, file: ShardFile, known: Vocabulary, path: str) -> ShardFile:
-        """Return a file of this manifest as that of another one has it, at `path`.
+        """Return a file of this manifest as another manifest has it, at `path`.
 
         Adds names, dtypes and boxes of the items to `known`.
         """

@@ -92,7 +92,7 @@ def changed(url: str, path: str, what: str) -> CheckpointGoneError:
 
 @contextmanager
 def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
-    """Replace an error about damaged files by the error of `check`, if that raises one.
+    """Replace an error about damaged files by the error of `check`, if that raises an error.
 
     The files may be sound, and of another save than the metadata.
     """

@@ -237,7 +237,7 @@ def open_stock(
 def open_safetensors(
     store: Store, versions: FileVersions, options: TransferOptions
 ) -> ForeignSource:
-    """Return the source of the safetensors files of a listing, and of their index if there is one.
+    """Return the source of the safetensors files of a listing, and of their index if it exists.
 
     With an index, only the tensors that it lists count, and each must be in its file. Raises
     `FormatError`, `IntegrityError`.

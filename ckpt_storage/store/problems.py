@@ -126,10 +126,10 @@ connection again: Check the address (endpoint_url), the network and that the ser
     builtins.EOFError concurrent.CancelledError google.TransportError
     http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
     requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
-unsupported: This storage cannot do that; use another one, or its native API.
+unsupported: This storage cannot do that; use another storage, or its native API.
     MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP
     asyncssh.SFTPOpUnsupported builtins.NotImplementedError
-unsupported: The folder spans two file systems; choose one that lies on one.
+unsupported: The folder spans two file systems; choose a folder on one file system.
     EXDEV
 other: Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.
     AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect
@@ -277,8 +277,8 @@ def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
         for name in ("status", "status_code", *(["code"] if is_gcsfs else [])):
             status = _number(getattr(holder, name, None))
             if status is not None and status in _FAILURE_STATUSES:
-                found = getattr(error, "error_code", None)
-                code = str(getattr(found, "value", found) or "")
+                reported = getattr(error, "error_code", None)
+                code = str(getattr(reported, "value", reported) or "")
                 message = str(getattr(error, "message", None) or error)
                 return HttpFailure(status=status, code=code, message=message)
     return None
@@ -311,9 +311,9 @@ def _meaning_of_types(chain: list[BaseException]) -> _Meaning | None:
         symbol = errno.errorcode.get(number or 0, "")
         # Clients that have types of their own may have numbers of their own.
         signs = [symbol, *names] if _is_of_system(error) else [*names, symbol]
-        found = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
-        if found is not None or number is not None:
-            return found or _UNKNOWN_NUMBER
+        meaning = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
+        if meaning is not None or number is not None:
+            return meaning or _UNKNOWN_NUMBER
     return _NO_REASON if any(type(error) is OSError for error in chain) else None
 
 
@@ -355,31 +355,31 @@ def _described(
 
 def damaged(path: str, text: str, offset: int) -> IntegrityError:
     """Return the error that an object is not what was written."""
-    step = "The file is damaged or not the one that was saved."
+    step = "The file is damaged or not the file that was saved."
     return IntegrityError(text, path=path, offset=offset, next_step=step)
 
 
-def too_long(path: str, shown: str, found_bytes: int, most_bytes: int) -> IntegrityError:
+def too_long(path: str, shown: str, actual_bytes: int, most_bytes: int) -> IntegrityError:
     """Return the error that an object is longer than may be read of it."""
-    what = f"has {found_bytes} bytes or more, and {most_bytes} at most were to be expected"
+    what = f"has {actual_bytes} bytes or more, and {most_bytes} at most were to be expected"
     return damaged(path, f"{shown} {what}; it was not read.", 0)
 
 
-def check_source(copy: PartCopy, found_bytes: int) -> None:
-    """Raise `IntegrityError` unless a source of `found_bytes` is the one that a copy is made of."""
+def check_source(copy: PartCopy, actual_bytes: int) -> None:
+    """Raise `IntegrityError` unless the source of a copy has the length that the copy expects."""
     end, wanted = copy.start + copy.length, copy.source_bytes
-    if end > found_bytes or wanted not in {None, found_bytes}:
+    if end > actual_bytes or wanted not in {None, actual_bytes}:
         of = "" if wanted is None else f" of {wanted}"
         span = f"[{copy.start}, {end}){of}"
-        text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
-        raise damaged(copy.source.path, text, min(found_bytes, end))
+        text = f"{copy.source.path} has {actual_bytes} bytes; {span} was to be copied."
+        raise damaged(copy.source.path, text, min(actual_bytes, end))
 
 
-def check_copied(source: CopySource, found_bytes: int, wanted_bytes: int) -> None:
+def check_copied(source: CopySource, actual_bytes: int, wanted_bytes: int) -> None:
     """Raise `IntegrityError` unless a whole object that was copied has the length of its source."""
-    if found_bytes != wanted_bytes:
-        text = f"{source.path} has {found_bytes} bytes; {wanted_bytes} were written."
-        raise damaged(source.path, text, min(found_bytes, wanted_bytes))
+    if actual_bytes != wanted_bytes:
+        text = f"{source.path} has {actual_bytes} bytes; {wanted_bytes} were written."
+        raise damaged(source.path, text, min(actual_bytes, wanted_bytes))
 
 
 def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:

@@ -118,7 +118,7 @@ class Store:
         return view
 
     def pause(self, attempt: int) -> bool:
-        """Sleep after a failed attempt, with full jitter; return whether another one may begin."""
+        """Sleep after a failed attempt, with full jitter; return whether the next may begin."""
         return self.calls.pause(attempt)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Store:
             try:
                 return backend.tail(path, byte_count)
             except ShortReadError:
-                # It was replaced by a shorter one.
+                # It was replaced by a shorter object.
                 return backend.tail(path, byte_count)
 
         return self._run_read("read", path, tail)
@@ -158,7 +158,7 @@ class Store:
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; each attempt iterates over the ranges from the start.
 
-        The next range is taken once the one before it is filled. `size_bytes` is the length that
+        The next range is taken once this range is filled. `size_bytes` is the length that
         the object must have. Raises `IntegrityError` for another length, or if the object ends
         within a range.
         """
@@ -260,7 +260,7 @@ class Store:
                 return
             if is_posix and failure.kind not in {"exists", "not-begun"}:
                 # The name is linked first, then its folder is synced. A failed fsync proves
-                # nothing, and must not be retried; an abandoned one may still fail.
+                # nothing, and must not be retried; an abandoned fsync may still fail.
                 unsynced = True
                 in_doubt |= failure.retryable or failure.kind == "timeout"
             else:
@@ -352,7 +352,7 @@ class Store:
         )
 
     def remove_temporary_file(self, file: OpenUpload) -> None:
-        """Remove a temporary file that nobody writes any more; one that is gone is no error."""
+        """Remove a temporary file that nobody writes any more; an absent file is no error."""
         path = file.path or ""
         self.calls.run("removal", path, lambda backend: backend.abort_upload(path, file.token))
 
@@ -457,7 +457,7 @@ class Store:
         return entries
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error; not atomic as a whole."""
+        """Delete objects; an absent object is no error; not atomic as a whole."""
         shown = paths[0] if len(paths) == 1 else ""
         what = f"deletion of {len(paths)} objects"
         for start in range(0, len(paths), _DELETED_TOGETHER):

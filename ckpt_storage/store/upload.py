@@ -89,9 +89,9 @@ class Upload:
         """Write part `number` (from 0) whose first byte lies at `offset` (bytes) in the object.
 
         The buffers may be used again after the return, unless it raised kind "timeout". A part may
-        be sent again with the same bytes, where the storage can take it twice. `last` marks the one
-        that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed it:
-        a storage that verifies checksums refuses bytes that changed since.
+        be sent again with the same bytes, where the storage can take it twice. `last` marks the
+        part that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed
+        it: a storage that verifies checksums refuses bytes that changed since.
         """
         self._check("open")
         size_bytes = sum(view.nbytes for view in buffers)
@@ -265,7 +265,7 @@ class Upload:
                 raise
             # Storages without write ids: nobody else writes this name.
             is_gone, ours_bytes = failure.kind == "not-found", None
-            # The error of the completion is the one to raise.
+            # The error of the completion is raised, not this one of the lookup.
             with contextlib.suppress(StorageError):
                 info = self._calls.run("stat", self._path, methodcaller("stat", self._path))
                 if info.write_id == self.write_id or (is_gone and info.write_id is None):
@@ -312,7 +312,7 @@ class Upload:
             why = f"the part at byte {at} did not end in time and may still be in flight"
             raise self._error(f"cannot continue: {why}", "Abort it and save again.")
         if states and self._state not in states:
-            raise self._error("was ended before", "Start a new one.")
+            raise self._error("was ended before", "Start a new upload.")
 
     def _error(self, what: str, next_step: str) -> StorageError:
         text = f"The upload of {self._shown} {what}."

@@ -67,7 +67,7 @@ class ClientBackend(Backend):
             place = place.partition("@")[2]
         elif location.protocol in _ONE_FOR_ALL:
             place = ""
-        # With the class, as another one may be registered for the protocol later.
+        # With the class, as another class may be registered for the protocol later.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
 
     def explain(self, error: BaseException) -> StorageError | None:
@@ -115,7 +115,7 @@ class ClientBackend(Backend):
         for page in self._pages(prefix, recursive=recursive):
             for info in page:
                 name = info.path.rpartition("/")[2]
-                # Consoles create empty objects for folders, also for the listed one.
+                # Consoles create empty objects for folders, also for the listed folder.
                 is_child = not recursive and info.path.strip("/") != prefix
                 is_shown = not is_temp_name(name) if name else is_child
                 if is_shown:

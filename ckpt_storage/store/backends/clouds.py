@@ -70,7 +70,7 @@ class CloudBackend(ClientBackend):
     def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> contextlib.AbstractAsyncContextManager[Body]:
-        """Request an object, or with `start` a range; a negative one: the last `length` bytes."""
+        """Request an object, or a range; with a negative `start`, the last `length` bytes."""
 
     @abc.abstractmethod
     async def _put(
@@ -80,7 +80,7 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> None:
-        """Delete an object; an absent one may be an error."""
+        """Delete an object; an absent object may be an error."""
 
     @abc.abstractmethod
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
@@ -176,7 +176,7 @@ class CloudBackend(ClientBackend):
             results = await asyncio.gather(*calls, return_exceptions=True)
             failures = [error for error in results if error is not None]
             if failures:
-                # Rather one that is final.
+                # Prefer a final error.
                 raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
@@ -240,7 +240,7 @@ class CloudBackend(ClientBackend):
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:
-        """Return the path of an object below the root; for others an absolute one.
+        """Return the path of an object below the root; for others an absolute path.
 
         `Store.list` skips absolute paths.
         """
