@@ -354,7 +354,9 @@ def _check_scheme(protocol: str, scheme: str, refused: AbstractSet[str], shown: 
     if protocol in ours:
         return
     if protocol in refused:
-        step = "Give the URL of a storage that takes writes, without a wrapper; for an object store "
+        step = (
+            "Give the URL of a storage that takes writes, without a wrapper; for an object store "
+        )
         step += "write s3://BUCKET/PREFIX and pass storage_options={'endpoint_url': ...}."
         raise _bad(f"{scheme}:// can only be read, or wraps another file system.", step)
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # costs time
