@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
-from .abilities import find_record
+from .abilities import RECORDS
 from .backend import (
     Backend,
     Capabilities,
@@ -176,7 +176,7 @@ class Store:
             return self.calls.run(operation, path, call, repeat=repeat)
         except StorageError as error:
             if error.kind == "permission" and self.capabilities.is_remote:
-                record = find_record(self.find_scope())
+                record = RECORDS.get(self.find_scope())
                 if record is not None and record.hides_absence:
                     error.kind = "not-found"
             raise

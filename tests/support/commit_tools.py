@@ -203,7 +203,7 @@ class DictStore(Store):
             replace_problem=replace_problem,
             delete_problem="",
         )
-        abilities.remember(self.url, seen)
+        abilities.RECORDS[self.url] = seen
 
     def failing(self, *rules: Rule) -> DictStore:
         return DictStore(self.disk, self.capabilities, rules=rules)

@@ -84,15 +84,14 @@ class ClientBackend(Backend):
             meaning = explain(failure, "look", self._location.url, scrub=self._scrub)
             if meaning.kind in {"permission", "unsupported"}:
                 return None
-            return self._absent_bucket(bucket) if meaning.kind == "not-found" else meaning
+            if meaning.kind != "not-found":
+                return meaning
+            where = f" at {self.endpoint}" if self.endpoint else ""
+            what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
+            step = "Check the name, or create it first: this package never creates one."
+            return StorageError(what, path=self._location.url, next_step=step)
         _SEEN_PLACES.add((self._key, bucket))
         return None
-
-    def _absent_bucket(self, bucket: str) -> StorageError:
-        where = f" at {self.endpoint}" if self.endpoint else ""
-        what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
-        step = "Check the name, or create it first: this package never creates one."
-        return StorageError(what, path=self._location.url, next_step=step)
 
     @property
     @abc.abstractmethod
