@@ -64,12 +64,12 @@ class Folder(Export[R]):
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
-        open_uploads: set[tuple[str, str]] = set()
+        open_uploads: set[tuple[str | None, str]] = set()
         # A single file replaces one of the same name, so it is not completed before it is checked.
         is_resumable = self.is_together and len(files) > 1
         if is_resumable and any(seal.token for seal in recorded.values()):
             try:
-                open_uploads = store.open_uploads("")
+                open_uploads = {(upload.path, upload.token) for upload in store.open_uploads("")}
             except errors.StorageError as error:
                 if error.kind not in {"permission", "unsupported"}:
                     raise

@@ -340,34 +340,20 @@ class Store:
         """
         return Upload(self.calls, path, joined=token, write_id=write_id)
 
-    def temporary_files(self, path: str) -> list[OpenUpload]:
-        """Return the temporary files of an object, or of all below a folder of that name.
+    def open_uploads(self, prefix: str) -> list[OpenUpload]:
+        """Return the open uploads below a folder, or of an object, temporary files included.
 
-        An empty list where the storage writes no such files.
-        """
-        if not self.capabilities.has_temporary_files:
-            return []
-        return self.calls.run(
-            "listing of temporary files", path, lambda backend: list(backend.list_uploads(path))
-        )
-
-    def remove_temporary_file(self, file: OpenUpload) -> None:
-        """Remove a temporary file that nobody writes any more; an absent file is no error."""
-        path = file.path or ""
-        self.calls.run("removal", path, lambda backend: backend.abort_upload(path, file.token))
-
-    def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
-        """Return path and token of each open upload below a folder whose path the storage reports.
-
-        Raises `UnsupportedByStoreError` unless `capabilities.lists_uploads`.
+        [] where the storage cannot list them.
         """
         folder = prefix.strip("/")
+        return self.calls.run(
+            "listing of uploads", folder, lambda backend: list(backend.list_uploads(folder))
+        )
 
-        def collect(backend: Backend) -> set[tuple[str, str]]:
-            uploads = backend.list_uploads(folder)
-            return {(upload.path, upload.token) for upload in uploads if upload.path}
-
-        return self.calls.run("listing of uploads", folder, collect)
+    def abort_upload(self, upload: OpenUpload) -> None:
+        """Abort an upload that nobody writes any more; an absent upload is no error."""
+        path = upload.path or ""
+        self.calls.run("abort", path, lambda backend: backend.abort_upload(path, upload.token))
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads and remove temporary files below a folder; return how many.

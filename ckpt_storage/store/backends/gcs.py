@@ -231,16 +231,6 @@ class GcsBackend(clouds.CloudBackend):
 
         return self._run(send)
 
-    def _paying_project(self, project: str | None) -> str:
-        """Return the project to bill. Raises `InvalidInputError` if none is known."""
-        if project:
-            return project
-        raise InvalidInputError(
-            f"requester_pays is set for {self._location.url}, but no project to bill is known.",
-            path=self._location.url,
-            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
-        )
-
     @property
     def _objects(self) -> str:
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
@@ -279,11 +269,15 @@ class GcsBackend(clouds.CloudBackend):
         await asyncio.to_thread(fs.credentials.apply, heads)
         await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
         parameters = dict(query)
-        if fs.requester_pays:
-            pays = fs.requester_pays
-            parameters["userProject"] = self._paying_project(
-                pays if isinstance(pays, str) else fs.project
-            )
+        if pays := fs.requester_pays:
+            parameters["userProject"] = pays if isinstance(pays, str) else fs.project
+            if not parameters["userProject"]:
+                raise InvalidInputError(
+                    f"requester_pays is set for {self._location.url}, but no project to bill is "
+                    "known.",
+                    path=self._location.url,
+                    next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+                )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if parameters else ''}{urlencode(parameters)}"

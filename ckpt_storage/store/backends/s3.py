@@ -223,7 +223,7 @@ class S3Backend(clouds.CloudBackend):
             # AWS, "UploadPartCopy": "You can copy a range only if the source object is greater than
             # 5 MB."
             request["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **request).get("CopyPartResult", {})
+        answer = self._run(self._ask, "upload_part_copy", **request).get("CopyPartResult", {})
         if "ETag" not in answer:
             # The server ignored the header with the source, and holds an empty part.
             what = f"The server's response to the copy of a part of {path} has no ETag."
@@ -242,21 +242,22 @@ class S3Backend(clouds.CloudBackend):
             named.append({"PartNumber": part.number + 1, "ETag": etag})
             if checksum:
                 named[-1]["ChecksumCRC32C"] = checksum
-        self._send(
+        self._run(
+            self._ask,
             "complete_multipart_upload",
             **self._upload(path, token, MultipartUpload={"Parts": named}),
         )
 
     def abort_upload(self, path: str, token: str) -> None:
         with unless_absent():
-            self._send("abort_multipart_upload", **self._upload(path, token))
+            self._run(self._ask, "abort_multipart_upload", **self._upload(path, token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         # Directory buckets accept only prefixes that end in a slash.
         options = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
             try:
-                page = self._send("list_multipart_uploads", **options)
+                page = self._run(self._ask, "list_multipart_uploads", **options)
             except Exception as error:
                 # Some servers return this error if no upload is open.
                 if _code_of(error) != "NoSuchUpload":
@@ -272,10 +273,6 @@ class S3Backend(clouds.CloudBackend):
 
     def _upload(self, path: str, token: str, **more: Any) -> dict[str, Any]:
         return {"Key": self._name(path), "UploadId": token, **more}
-
-    def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
-        """Send one request by a method of the client and return the response."""
-        return self._run(self._ask, method, **arguments)
 
     async def _ask_checked(
         self,
