@@ -21,7 +21,7 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
+from ckpt_storage.store.problems import HttpFailure, meaning_of, response_in, unless_absent
 from ckpt_storage.store.threads import report_progress
 
 from .client_registry import ForeignFs
@@ -229,8 +229,8 @@ class CloudBackend(ClientBackend):
         return self._place[0]
 
     def _may_lack_bucket(self, error: BaseException) -> bool:
-        answer = answer_in(error)
-        return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
+        response = response_in(error)
+        return isinstance(response, HttpFailure) and response.error_code in _CODES_OF_BOTH
 
     def _check_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
