@@ -632,8 +632,8 @@ _STORE_MUTANTS = [
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/range_reads.py",
-        "lent.release()",
-        "lent.tobytes",
+        "buffer.release()",
+        "buffer.tobytes()",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -641,12 +641,6 @@ _STORE_MUTANTS = [
         "key=len, reverse=True)",
         "key=len)",
         ["tests/unit/test_redaction.py"],
-    ),
-    Mutant(
-        "store/upload.py",
-        'if self._state == "aborted" and self._is_owner:',
-        'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
