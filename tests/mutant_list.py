@@ -451,12 +451,6 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/interpreter_exit.py",
-        '(timeouts.write if own.phase == "commit" else 0.0)',
-        "0.0",
-        [_HANDLE],
-    ),
-    Mutant(
-        "background/interpreter_exit.py",
         "rank.heard_s - rank.idle_s",
         "rank.heard_s",
         [f"{_HANDLE}::test_an_exit_waits_for_no_rank_that_only_lives"],
@@ -1124,9 +1118,23 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set_polled(self.arrival_key, payload, timeout_s)",
         "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "return self._set_verdict(_COORDINATOR, timeout_s)",
+        "return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))",
+        [
+            f"{_ROUNDS}::test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline"
+        ],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "isinstance(release.error, PhaseTimeoutError)",
+        "not isinstance(release.error, PhaseTimeoutError)",
+        [f"{_ROUNDS}::test_a_load_that_one_rank_began_alone_fails_no_load_of_all"],
     ),
     Mutant(
         "coordination/keyvalue.py",
@@ -1141,13 +1149,13 @@ _COORDINATION_MUTANTS = [
         [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "if number < self.number:",
         "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)",
         "idle_s=slowest.idle_s)",
         [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],
