@@ -632,8 +632,8 @@ _STORE_MUTANTS = [
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/range_reads.py",
-        "lent.release()",
-        "lent.tobytes",
+        "buffer.release()",
+        "buffer.tobytes()",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -641,12 +641,6 @@ _STORE_MUTANTS = [
         "key=len, reverse=True)",
         "key=len)",
         ["tests/unit/test_redaction.py"],
-    ),
-    Mutant(
-        "store/upload.py",
-        'if self._state == "aborted" and self._is_owner:',
-        'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
@@ -811,7 +805,7 @@ _COMMIT_MUTANTS = [
         [f"{_COMMIT}::test_a_head_that_leads_astray_is_refused"],
     ),
     Mutant(
-        "commit/slotlog.py",
+        "transfer/objects.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
         [
@@ -825,7 +819,7 @@ _COMMIT_MUTANTS = [
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
-        "commit/cleaning.py",
+        "commit/fencing.py",
         "freed = [save_id for save_id in dead if save_id not in commits]",
         "freed = list(dead)",
         [_UPKEEP, _COMMIT],
@@ -895,13 +889,13 @@ _FORMAT_MUTANTS = [
         [_DOCUMENTS],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "or not inflater.eof or inflater.unused_data:",
         "or not inflater.eof:",
         [f"{_DOCUMENTS}::test_bytes_behind_a_packed_stream_are_refused"],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "if self.budget.remaining_bytes < 0:",
         "if size_bytes < 0:",
         [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],
