@@ -179,7 +179,7 @@ def _copy_parts(
     thread_count: int,
     deadline: Deadline,
 ) -> int | None:
-    """Copy a file part by part; return its checksum if the storage reports those of the parts.
+    """Copy a file in parts; return its checksum if the storage reports those of the parts.
 
     Raises `StorageError` of a kind in `COPY_REFUSALS` if the storage does not copy.
     """

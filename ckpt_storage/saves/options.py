@@ -133,7 +133,7 @@ class SaveOptions:
         return [self.stable] if isinstance(self.stable, str) else list(self.stable)
 
     def base_of(self, location: Location) -> Location | None:
-        """Return the location of the base of a save to `location`; None without one there.
+        """Return the location of the base of a save to `location`; None if nothing is reused.
 
         Nothing is reused from a storage of another kind.
         """
