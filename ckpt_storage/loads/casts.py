@@ -105,11 +105,8 @@ def _number(element: torch.Tensor) -> object:
 
 def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
     """Return whether torch copies elements of one dtype into the other."""
-    return stored == target or not any(map(_is_packed, (stored, target)))
-
-
-def _is_packed(dtype: torch.dtype) -> bool:
-    return dtype_name(dtype).startswith(("bits", "float4"))
+    names = map(dtype_name, (stored, target))
+    return stored == target or not any(name.startswith(("bits", "float4")) for name in names)
 
 
 @functools.cache

@@ -317,10 +317,12 @@ def settle_differences(
     if refused and not is_preemption:
         first = refused[0]
         more = f" (and {len(refused) - 1} more names)" if len(refused) > 1 else ""
+        values = {f"checksum {value:08x}": ranks for value, ranks in first.ranks_of.items()}
+        listing = "; ".join(f"{text}: ranks {spell_ranks(of)}" for text, of in values.items())
         raise RankMismatchError(
             f"Ranks hold different tensors of {first.size_bytes} bytes by the name {first.name}"
-            f"{more}: {'; '.join(_groups(first))}. {effect}",
-            values=dict(zip(_labels(first), first.ranks_of.values(), strict=True)),
+            f"{more}: {listing}. {effect}",
+            values=values,
             phase="plan",
             next_step="Give each rank's value a name of its own, wrap it in PerRank to keep all, "
             "or pass replicas='first' to keep that of the lowest rank.",
@@ -343,12 +345,3 @@ def settle_differences(
             ", ".join(map(str, fresh)),
             stored,
         )
-
-
-def _labels(difference: Difference) -> list[str]:
-    return [f"checksum {checksum:08x}" for checksum in difference.ranks_of]
-
-
-def _groups(difference: Difference) -> list[str]:
-    groups = zip(_labels(difference), difference.ranks_of.values(), strict=True)
-    return [f"{label}: ranks {spell_ranks(ranks)}" for label, ranks in groups]
