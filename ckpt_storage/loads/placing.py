@@ -22,8 +22,11 @@ class ValuePlacer:
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner: Any = planner
-        is_stock = uses_methods_of(planner, DefaultLoadPlanner, ["load_bytes"])
-        self._is_stock = is_stock and self._planner.flatten_state_dict
+        self._is_stock = (
+            isinstance(planner, DefaultLoadPlanner)
+            and uses_methods_of(planner, DefaultLoadPlanner, ["load_bytes"])
+            and planner.flatten_state_dict
+        )
         # By id(); the containers live as long as the state.
         self._keys: dict[int, dict[str, Any]] = {}
 

@@ -154,8 +154,8 @@ def sample_of(state: Mapping[str, Any]) -> LocalSample:
         # One copy for all: each costs a round trip to the device.
         joined = torch.cat([block for _, sampled in tensors for block in sampled] or [_EMPTY]).cpu()
         lengths = [sum(block.numel() for block in sampled) for _, sampled in tensors]
-        for (row, _), blocks in zip(tensors, torch.split(joined, lengths), strict=True):
-            pieces[row] = _piece_of(sizes[row], [byte_view(blocks)])
+        for (row, _), block in zip(tensors, torch.split(joined, lengths), strict=True):
+            pieces[row] = _piece_of(sizes[row], [byte_view(block)])
     for name, checksum in values_of(state).items():
         names.append(name)
         sizes.append(_NO_TENSOR)
