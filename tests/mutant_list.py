@@ -1022,7 +1022,7 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        "return digest.digest() == known",
+        "return digest.digest() == file.hash_of(at)",
         "return digest.digest() != b''",
         [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
     ),
@@ -1034,7 +1034,7 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in _COPY_FAILURES:",
         "if error.kind not in COPY_REFUSALS:",
         [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
     ),
@@ -1200,8 +1200,8 @@ _DCP_MUTANTS = [
 _LOADS_MUTANTS = [
     Mutant(
         "loads/items.py",
-        "                if known != number:",
-        "                if known is None:",
+        "if not _has_equal_bytes(earlier[2], expected):",
+        "if earlier is None:",
         [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
@@ -1213,8 +1213,8 @@ _LOADS_MUTANTS = [
     ),
     Mutant(
         "loads/states.py",
-        "is not getattr(torchs, n) or n in own for n in names):",
-        "is not getattr(torchs, n) for n in names):",
+        "is getattr(base, n) and n not in own for n in names)",
+        "is getattr(base, n) for n in names)",
         [_REFUSED],
     ),
 ]

@@ -1,6 +1,6 @@
 """`CheckpointStorageReader`: DCP's load calls become the steps of one load.
 
-Every rank holds one; all methods but `prepare_global_plan` run on every rank.
+Every rank has a reader; all methods but `prepare_global_plan` run on every rank.
 """
 
 from __future__ import annotations

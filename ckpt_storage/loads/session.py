@@ -299,8 +299,8 @@ class LoadSession:
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split
-            with nullcontext() if links is None else links(ranges, split) as parts:
-                own, shared = parts or (items.reads, None)
+            with nullcontext() if links is None else links(ranges, split) as divided:
+                own, shared = divided or (items.reads, None)
                 # Disks are read in order; on servers each rank starts at another read.
                 reads = chunks.plan(own, turn=self.rank if is_remote else None)
                 own_bytes = sum(read.stop - read.start for read in reads)

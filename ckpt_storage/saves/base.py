@@ -91,22 +91,20 @@ class Base:
             return False
         file, at, first_crc = stored
         dtype = None if file.dtype[at] < 0 else self.manifest.dtypes[file.dtype[at]]
-        known = file.hash_of(at)
         is_alike = (dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)
-        if known == NO_HASH or not is_alike:
+        if file.hash_of(at) == NO_HASH or not is_alike:
             return False
-        first_bytes = min(file.block_bytes, item.payload_bytes)
-        digest, is_first = new_hash(), True
-        for view in item.views(_WINDOW_BYTES):
-            for start in range(0, len(view), _PIECE_BYTES):
-                piece = view[start : start + _PIECE_BYTES]
-                # Most values that change differ in their first block.
-                is_block = is_first and len(piece) >= first_bytes
-                if is_block and crc32c_of(piece[:first_bytes]) != first_crc:
-                    return False
-                is_first = False
-                digest.update(piece)
-        return digest.digest() == known
+        first_bytes, digest = min(file.block_bytes, item.payload_bytes), new_hash()
+        views = item.views(_WINDOW_BYTES)
+        starts = ((view, at) for view in views for at in range(0, len(view), _PIECE_BYTES))
+        for number, (view, start) in enumerate(starts):
+            piece = view[start : start + _PIECE_BYTES]
+            # Most values that change differ in their first block.
+            is_block = number == 0 and len(piece) >= first_bytes
+            if is_block and crc32c_of(piece[:first_bytes]) != first_crc:
+                return False
+            digest.update(piece)
+        return digest.digest() == file.hash_of(at)
 
 
 def read_base(store: Store, save_id: str, *, rank: int) -> Base | None:
@@ -179,7 +177,7 @@ def _copy_parts(
     thread_count: int,
     deadline: Deadline,
 ) -> int | None:
-    """Copy a file part by part; return its checksum if the storage reports those of the parts.
+    """Copy a file in parts; return its checksum if the storage reports those of the parts.
 
     Raises `StorageError` of a kind in `COPY_REFUSALS` if the storage does not copy.
     """
