@@ -129,6 +129,9 @@ class Resumer:
                 problem, present_id = self._try(load, root, info)
                 if problem is None and present_id == info.save_id:
                     root.record_sound(info.name, info.save_id)
+                    # Not all values need be in the state: a damaged file may not have been read.
+                    if not root.damage_count:
+                        root.base = info.name
                     if skipped and self._ranks.is_coordinator:
                         _report_skipped(info, skipped)
                     step = root.names.step_of(info.name) if info.step is None else info.step
