@@ -76,7 +76,7 @@ Load = Callable[..., object]
 class Resumer:
     """One restore on one rank, together with the others.
 
-    It loads the newest checkpoint below `roots`, or the one that is `selected`, whose `select` is
+    It loads the newest checkpoint below `roots`, or the `selected` checkpoint, whose `select` is
     called where all ranks get its error. With `part` a checkpoint that holds some values only is
     loaded, too. `restore_count` is how often this rank has restored before; afterwards, the same
     on all ranks, it includes this restore.
