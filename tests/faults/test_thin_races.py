@@ -92,7 +92,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
 
 
-def found_at(path: Path) -> dict[str, Any] | None:
+def values_at(path: Path) -> dict[str, Any] | None:
     """Return what is there, None if nothing is; damage and mixtures raise."""
     try:
         with open_checkpoint(path) as checkpoint:
@@ -101,20 +101,20 @@ def found_at(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def is_one_of_those_saved(found: dict[str, Any] | None) -> bool:
+def is_saved(values: dict[str, Any] | None) -> bool:
     """Return whether values are of one save, all of it or what a thinning leaves."""
     names = [[*WHOLE], ["model", "extra"], ["model"]]
-    return found is None or any(
-        same(found, {name: state[name] for name in some})
+    return values is None or any(
+        same(values, {name: state[name] for name in some})
         for state, some in itertools.product((WHOLE, NEXT), names)
     )
 
 
 def check_end(path: Path, at: str) -> None:
     """Check that all is sound and, after a last thinning and cleaning, nothing is left over."""
-    found = found_at(path)
-    assert is_one_of_those_saved(found), at
-    if found is None:
+    values = values_at(path)
+    assert is_saved(values), at
+    if values is None:
         save(WHOLE, path)
     thin(path, drop="optim")
     free(path)
@@ -123,15 +123,15 @@ def check_end(path: Path, at: str) -> None:
         head = checkpoint.save_id
         assert "optim" not in checkpoint, at
     # Another attempt that never committed may stay for a day.
-    shards = {one for one in files_below(path) if one.endswith(".distcp")}
-    left = {one.split("/")[1] for one in shards} - {head}
+    shards = {file for file in files_below(path) if file.endswith(".distcp")}
+    left = {file.split("/")[1] for file in shards} - {head}
     assert [save_id for save_id in left if _has_committed(path, str(save_id))] == [], at
 
 
 def _has_committed(path: Path, save_id: str) -> bool:
     """Return whether a slot commits a save."""
     slots = sorted((path / "commits").glob("*.json"))
-    return any(f'"save_id":"{save_id}","manifest"' in one.read_text() for one in slots)
+    return any(f'"save_id":"{save_id}","manifest"' in slot.read_text() for slot in slots)
 
 
 def race(
@@ -176,7 +176,7 @@ def test_whoever_comes_between_nothing_is_mixed_or_lost(
             count = max(count, made)
             ends[type(ended).__name__] += 1
             if rival == "saver" and not is_killed:
-                assert same(found_at(path), NEXT) or ended is None
+                assert same(values_at(path), NEXT) or ended is None
             check_end(path, f"{rival} at {at}, killed: {is_killed}, {ended!r}")
             shutil.rmtree(path)
             at += 1
@@ -199,7 +199,7 @@ def test_any_sequence_of_them_leaves_one_save(tmp_path: Path, faulty: Faulty, se
         else:
             with contextlib.suppress(errors.CheckpointError):
                 RIVALS[kind](path)
-        assert is_one_of_those_saved(found_at(path)), (seed, kind)
+        assert is_saved(values_at(path)), (seed, kind)
         if kind == "deleter":
             save(choose.choice([WHOLE, NEXT]), path)
     check_end(path, f"seed {seed}")
