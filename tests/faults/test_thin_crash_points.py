@@ -143,32 +143,25 @@ def part_of(step: int) -> dict[str, Any]:
     return {name: value for name, value in state_of(step).items() if name != "optim"}
 
 
-@pytest.fixture(params=["full saves", "saves that reuse"])
+@pytest.fixture
 def full_root(
-    request: pytest.FixtureRequest,
-    memory_path: Path,
-    scripted: ScriptedBackends,
-    monkeypatch: pytest.MonkeyPatch,
+    memory_path: Path, scripted: ScriptedBackends, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A root with the whole steps 1 to 4, and a save of step 3 that died two days ago.
 
-    Saves that reuse have one frozen file in common, by hard links.
+    All have one frozen file in common, by hard links.
     """
+    pytest.importorskip("xxhash", reason="the extra `reuse`")
+    monkeypatch.setattr("ckpt_storage.saves.reuse._MIN_BYTES", 1000)
     root = memory_path / "origin"
-    options: dict[str, Any] = {"sync_files": False}
-    reuses = request.param == "saves that reuse"
-    if reuses:
-        pytest.importorskip("xxhash", reason="the extra `reuse`")
-        monkeypatch.setattr("ckpt_storage.saves.reuse._MIN_BYTES", 1000)
-        options["stable"] = "frozen"
+    options: dict[str, Any] = {"sync_files": False, "stable": "frozen"}
     for step in (1, 2, 3, 4):
         part_cases.save(root / name_of(step), state_of(step), **options)
-        if reuses:
-            options["base"] = root / name_of(step)
+        options["base"] = root / name_of(step)
     dies = Script([Rule(action="crash_before", operation="put_absent", path="commits/")])
     with scripted.playing(dies), pytest.raises(errors.CheckpointError, match="SimulatedCrash"):
         part_cases.save(root / name_of(3), state_of(3), overwrite=True, **options)
-    assert max(path.stat().st_nlink for path in root.rglob("*.distcp")) == (5 if reuses else 1)
+    assert max(path.stat().st_nlink for path in root.rglob("*.distcp")) == 5
     for path in root.rglob("*"):
         os.utime(path, (path.stat().st_atime - 2 * DAY_S, path.stat().st_mtime - 2 * DAY_S))
     return root
@@ -199,8 +192,10 @@ def values_below(root: Path) -> dict[int, dict[str, Any]]:
     return values
 
 
-@pytest.mark.parametrize("thins", [True, False], ids=["thins", "deletes"])
-@pytest.mark.parametrize("action", PRUNE_ACTIONS)
+@pytest.mark.parametrize(
+    ("action", "thins"),
+    [*((action, True) for action in PRUNE_ACTIONS), ("crash_after", False), ("torn", False)],
+)
 def test_a_prune_cut_at_any_step_keeps_every_file_that_is_wanted(
     full_root: Path,
     memory_path: Path,
