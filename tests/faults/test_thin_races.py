@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from dcp_cases import same, seeded
 from fault_tools import Faulty
 
 import ckpt_storage
+import ckpt_storage.export.output
 from ckpt_storage import errors, open_checkpoint, thin, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.store import Location, abilities, open_store
@@ -35,7 +37,7 @@ OVERTAKEN = (
 """How a thinning may end that a rival has overtaken."""
 
 T = TypeVar("T")
-Rival = Callable[[Path], object]
+Rival = Callable[[Any], object]
 
 WHOLE: dict[str, Any] = {"model": seeded(1, 300), "extra": seeded(2, 40), "optim": seeded(3, 900)}
 NEXT: dict[str, Any] = {name: tensor + 1 for name, tensor in WHOLE.items()}
@@ -142,7 +144,7 @@ def _has_committed(path: Path, save_id: str) -> bool:
 
 
 def race(
-    path: Path, faulty: Faulty, at: int, rival: Rival, *, is_killed: bool
+    path: Path | str, faulty: Faulty, at: int, rival: Rival, *, is_killed: bool
 ) -> tuple[int, BaseException | None]:
     """Thin, with a rival at one operation; return how many there were, and how it ended."""
     abilities.forget_all()
@@ -190,6 +192,25 @@ def test_whoever_comes_between_nothing_is_mixed_or_lost(
             at += 1
     record_property("ends", dict(ends))
     assert sum(ends.values()) > 40
+    faulty.close()
+
+
+def test_a_deletion_while_the_storage_copies_is_no_failure_of_the_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In memory files are copied by parts, as in a bucket; a deletion may end every such copy."""
+    root = f"memory://{uuid.uuid4().hex}"
+    faulty = Faulty(root)
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", faulty)
+    at = count = 1
+    while at <= count:
+        url = f"{root}/{at}"
+        part_cases.save(url, WHOLE)
+        made, ended = race(url, faulty, at, RIVALS["deleter"], is_killed=False)
+        count = max(count, made)
+        assert ended is None or isinstance(ended, OVERTAKEN), (at, ended)
+        at += 1
+    assert count > 20
     faulty.close()
 
 
