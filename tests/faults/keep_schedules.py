@@ -374,9 +374,7 @@ class Schedule:
             error, is_killed = actor.error, self.place.scripts[actor.name].crashed
             end = "killed" if is_killed else type(error).__name__ if error else "done"
             self.ends[f"{actor.kind}: {end}"] += 1
-            # A save fails so whose checkpoint a pruner deleted before it was committed.
-            is_deleted = isinstance(error, errors.StorageError) and "saver" in actor.kind
-            if not (is_killed or error is None or is_deleted or isinstance(error, expected)):
+            if not (is_killed or error is None or isinstance(error, expected)):
                 raise RuleBrokenError(f"the {actor.kind} got {error!r}") from error
 
     def _judge_root(self, actors: list[Actor]) -> None:
