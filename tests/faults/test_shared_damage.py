@@ -68,14 +68,16 @@ def test_a_save_that_links_the_file_while_its_damage_is_found_is_no_base(
     manager: CheckpointManager,
 ) -> None:
     """Its link was made before; the save after it writes everything."""
-    found = []
+    has_found = False
 
     def on_progress(_: object) -> None:
-        if not found:
-            found.append(find_damage(manager))
+        nonlocal has_found
+        if not has_found:
+            has_found = True
+            find_damage(manager)
 
     manager.save(4, state_of(4), progress=on_progress)
-    assert found
+    assert has_found
     assert linked(folder(manager, 4)) == BASE
     manager.save(5, state_of(5))
     assert is_loaded(folder(manager, 5), state_of(5))
