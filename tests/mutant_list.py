@@ -55,6 +55,7 @@ _RETRY = "tests/stores/test_store_retry.py"
 _REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
+_SHARED_DAMAGE = "tests/faults/test_shared_damage.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
 _STAGING = "tests/ranks/test_staging.py"
 _STOCK = "tests/format/test_stockmeta.py"
@@ -65,6 +66,25 @@ _WORKER = "tests/unit/test_worker_save.py"
 _WRITER = "tests/stores/test_filewriter.py"
 
 _MANAGER_MUTANTS = [
+    Mutant(
+        "manager/root.py",
+        "deep=deep or self.damage_count > 0",
+        "deep=deep",
+        [f"{_SHARED_DAMAGE}::test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file"],
+    ),
+    Mutant("manager/root.py", "self.damage_count += 1", "pass", [_SHARED_DAMAGE]),
+    Mutant(
+        "manager/step_save.py",
+        "if self._root.damage_count == self._damage_count:",
+        "if self._name:",
+        [f"{_SHARED_DAMAGE}::test_a_save_that_links_the_file_while_its_damage_is_found_is_no_base"],
+    ),
+    Mutant(
+        "manager/resume.py",
+        "if not root.damage_count:",
+        "if root.location:",
+        [f"{_SHARED_DAMAGE}::test_a_restore_of_some_values_vouches_for_no_others"],
+    ),
     Mutant(
         "manager/retention.py",
         "if newest is None or by_step(folder) > by_step(newest):",
@@ -529,6 +549,12 @@ _STORE_MUTANTS = [
         "{target_name[:_KEPT_NAME_CHARS]}",
         "{target_name}",
         [f"{_LOCAL}::test_a_long_name_leaves_room_for_the_temporary_one"],
+    ),
+    Mutant(
+        "store/backends/links.py",
+        "posix.link(source, temporary)",
+        "os.symlink(source, temporary)",
+        [f"{_REUSE}::test_each_checkpoint_is_whole_by_itself"],
     ),
     Mutant(
         "store/backends/local.py",
@@ -1037,6 +1063,18 @@ _SAVES_MUTANTS = [
         "if error.kind not in _COPY_FAILURES:",
         "if error.kind not in COPY_REFUSALS:",
         [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "return (self.manifest.host, self.manifest.pid) ==",
+        "return () !=",
+        [f"{_REUSE}::test_a_process_that_goes_on_with_a_run_hashes_again"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "full_every or _RETRY_AT",
+        "full_every or 1000",
+        [f"{_REUSE}::test_what_stays_later_is_noticed_without_full_every"],
     ),
     Mutant(
         "saves/reuse.py",

@@ -14,10 +14,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from ckpt_storage.commit import deletion, fencing, publishing
-from ckpt_storage.commit.attempt import SaveTicket
+from ckpt_storage.commit.attempt import SaveTicket, find_conflict
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.errors import CommitConflictError, StorageError
+from ckpt_storage.errors import CommitConflictError, IntegrityError, StorageError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
@@ -228,10 +228,13 @@ class CopyOfPart(CopyOfCommitted):
         """
         try:
             self._publish(made)
-        except StorageError as error:
-            if error.kind != "not-found":
+        except (IntegrityError, StorageError) as error:
+            if isinstance(error, StorageError) and error.kind != "not-found":
                 raise
-            raise CommitConflictError(
+            conflict = self._find_conflict()
+            if conflict is None and isinstance(error, IntegrityError):
+                raise
+            raise conflict or CommitConflictError(
                 f"Another process deleted files of {self.save_id}, which this process wrote to "
                 f"{self.context.target.url}; it is not committed.",
                 winner={},
@@ -239,6 +242,12 @@ class CopyOfPart(CopyOfCommitted):
                 phase="commit",
                 next_step="Look at what is there now, and call again if it is wanted.",
             ) from error
+
+    def _find_conflict(self) -> CommitConflictError | None:
+        """Return why this copy cannot commit, None if the commit log does not say so."""
+        deadline = Deadline("commit", self.spec.timeouts.commit)
+        store, ticket = self.context.target.bounded(deadline), self.ticket
+        return None if ticket is None else find_conflict(store, ticket)
 
     def _publish(self, made: WriteSummary) -> None:
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch

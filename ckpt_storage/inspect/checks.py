@@ -95,6 +95,11 @@ class Findings:
         """Add `error` to the problems; `path` and `rank` replace those of the error."""
         step = error.next_step or "Load another checkpoint."
         message = str(error).removesuffix(step).strip()
+        if link_count := self.link_counts.get(path or error.path or ""):
+            message += (
+                f" The file has {link_count} names (hard links): other checkpoints that share it "
+                "are damaged, too."
+            )
         rank = rank if error.rank is None else error.rank
         fqn, offset = (getattr(error, name, None) for name in ("fqn", "offset"))
         place: dict[str, Any] = {"rank": rank, "fqn": fqn, "offset": offset, "next_step": step}

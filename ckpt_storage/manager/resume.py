@@ -77,7 +77,7 @@ Load = Callable[..., object]
 class Resumer:
     """One restore on one rank, together with the others.
 
-    It loads the newest checkpoint below `roots`, or the one that is `selected`, whose `select` is
+    It loads the newest checkpoint below `roots`, or the `selected` checkpoint, whose `select` is
     called where all ranks get its error. With `part` a checkpoint that holds some values only is
     loaded, too. `restore_count` is how often this rank has restored before; afterwards, the same
     on all ranks, it includes this restore.
@@ -130,6 +130,9 @@ class Resumer:
                 problem, present_id = self._try(load, root, info)
                 if problem is None and present_id == info.save_id:
                     root.record_sound(info.name, info.save_id)
+                    # Not all values need be in the state: a damaged file may not have been read.
+                    if not root.damage_count:
+                        root.base = info.name
                     if skipped and self._ranks.is_coordinator:
                         _report_skipped(info, skipped)
                     step = root.names.step_of(info.name) if info.step is None else info.step

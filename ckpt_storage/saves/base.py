@@ -6,6 +6,8 @@ No byte of a reused file passes through the process: the file is linked, or the 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -74,6 +76,11 @@ class Base:
             for at, (key, (start, stop)) in enumerate(zip(keys, pairwise(starts), strict=False)):
                 first_crc = file.block_crcs[start] if start < stop else 0
                 self.items[key] = _StoredItem(file, at, first_crc)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process wrote it."""
+        return (self.manifest.host, self.manifest.pid) == (socket.gethostname(), os.getpid())
 
     def keys_of(self, file: ShardFile) -> list[Key]:
         """Return the keys of the items of a file, in its order."""

@@ -35,7 +35,10 @@ to hash and compare them.
 """
 
 _MAX_UNLINKED = 3
-"""After so many saves in a row that reused nothing, values are no longer hashed."""
+_RETRY_AT = 30
+"""After so many saves of a process in a row that reused nothing, values are no longer hashed; and
+after so many of them are hashed again, if there is no `full_every`.
+"""
 
 Noted = Callable[[SavePlan], Iterable[Item]]
 """Yields the items of a plan, and notes their unsafe values."""
@@ -68,9 +71,10 @@ class Reuse:
     def __init__(
         self, base: Base | None, stable: Sequence[str], full_every: int | None, *, noted: Noted
     ) -> None:
-        count = 0 if base is None else base.manifest.unlinked_count
+        # Another process may have other options, or train other values.
+        count = base.manifest.unlinked_count if base is not None and base.is_of_this_process else 0
         # Without names, the third save is the first that can reuse a file.
-        starts_anew = full_every is not None and count >= max(full_every, _MAX_UNLINKED)
+        starts_anew = count >= max(full_every or _RETRY_AT, _MAX_UNLINKED)
         self.base = None if starts_anew else base
         self._count = 0 if starts_anew else count
         self._stable = stable
