@@ -187,7 +187,7 @@ def _parsed(
     return parse(place, bytes(head))
 
 
-def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
+def tiles_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
     """Return the chunks that are not empty, each once, as a grid if they form one; and a flaw."""
     # Ranks with replicas may each have stored an equal chunk.
     held = list(dict.fromkeys(box for box in boxes if not box.is_empty)) or boxes
@@ -201,7 +201,7 @@ def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
         raise FormatError(
             what, path=STOCK_METADATA, next_step="Load it with torch's FileSystemReader."
         )
-    boxes, flaw = _tiles(tensor.boxes, tensor.shape)
+    boxes, flaw = tiles_of(tensor.boxes, tensor.shape)
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
@@ -328,7 +328,7 @@ def _list_weights(
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     """Return the tensor that the chunks make up; raise if they leave a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
-    tiles, flaw = _tiles(boxes, shape)
+    tiles, flaw = tiles_of(boxes, shape)
     if flaw is not None:
         what = f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}."
         raise IntegrityError(
