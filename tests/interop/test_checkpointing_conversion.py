@@ -91,8 +91,8 @@ def test_a_checkpoint_of_ours_becomes_the_native_layout(tmp_path: Path, ranks: i
     ckpt_storage.save(state, tmp_path / "ours")
     (tmp_path / "native").mkdir()
     convert_to_native(tmp_path / "ours", tmp_path / "native/step-5")
-    for answer in job(tmp_path, ranks=ranks, url=str(tmp_path / "native"), native=True, load=5):
-        assert (answer["is_equal"], answer["bias"]) == (True, [5.0] * 3)
+    for of_rank in job(tmp_path, ranks=ranks, url=str(tmp_path / "native"), native=True, load=5):
+        assert (of_rank["is_equal"], of_rank["bias"]) == (True, [5.0] * 3)
     ckpt_storage.convert(tmp_path / "native/step-5", tmp_path / "again", to="ckpt_storage")
     assert torch.equal(loaded(tmp_path / "again")["model"]["weight"], weight(5))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -257,7 +258,7 @@ def test_what_writes_is_refused_before_a_request(web: Web, writer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["github://run", "tar://run", "simplecache::s3://b/r", "zip://run::file:///x.zip"]
+    "url", ["github://run", "libarchive://run", "simplecache::s3://b/r", "zip://run::file:///x.zip"]
 )
 def test_other_read_only_schemes_are_refused_by_name(url: str) -> None:
     """They wrap another file system, or need a client that is not tried."""
@@ -266,19 +267,36 @@ def test_other_read_only_schemes_are_refused_by_name(url: str) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, *, stock: bool) -> None:
-    """`fo` names the archive; checkpoints of stock DCP are listed there."""
+@pytest.mark.parametrize("kind", ["zip", "tar", "gztar"])
+def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, kind: str, *, stock: bool) -> None:
+    """`fo` names the archive; checkpoints of stock DCP are listed there.
+
+    Names in the tar archives of `shutil` begin with "./", as those of `tar cf run.tar .` do.
+    """
     folder = tmp_path / "www" / "run"
     if stock:
         dcp.save(STATE, checkpoint_id=folder, no_dist=True)
     else:
         ckpt_storage.save(STATE, folder, sync_files=False)
-    options = {"fo": shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "www")}
-    ckpt_storage.load(target := _empty(), "zip://run", storage_options=options)
+    options = {"fo": shutil.make_archive(str(tmp_path / "all"), kind, tmp_path / "www")}
+    scheme = kind.removeprefix("gz")
+    url = f"{scheme}://run"
+    ckpt_storage.load(target := _empty(), url, storage_options=options)
     assert same(target, STATE)
-    assert ckpt_storage.verify("zip://run", storage_options=options).ok
-    assert [
-        info.name for info in ckpt_storage.list_checkpoints("zip://", storage_options=options)
-    ] == ["run"]
-    with pytest.raises(InvalidInputError, match="zip:// can only be read"):
-        ckpt_storage.save(STATE, "zip://run", storage_options=options)
+    assert ckpt_storage.verify(url, storage_options=options).ok
+    infos = ckpt_storage.list_checkpoints(f"{scheme}://", storage_options=options)
+    assert [info.name for info in infos] == ["run"]
+    with pytest.raises(InvalidInputError, match=f"{scheme}:// can only be read"):
+        ckpt_storage.save(STATE, url, storage_options=options)
+
+
+def test_a_file_that_an_archive_links_is_read(tmp_path: Path) -> None:
+    """`tar` stores the second name of a file, which a copy on one disk makes, as a link."""
+    ckpt_storage.save(STATE, tmp_path / "www" / "run", sync_files=False)
+    ckpt_storage.copy(tmp_path / "www" / "run", tmp_path / "www" / "twin")
+    options = {"fo": shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path / "www")}
+    with tarfile.open(options["fo"]) as archive:
+        links = [member.name for member in archive if member.islnk()]
+    assert any(name.startswith("./twin/") for name in links), links
+    ckpt_storage.load(target := _empty(), "tar://twin", storage_options=options)
+    assert same(target, STATE)
