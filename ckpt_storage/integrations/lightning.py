@@ -155,6 +155,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             state,
             self.broadcast(os.fspath(filepath)),
             overwrite=True,
+            step=checkpoint.get("global_step"),
             storage_options=_merged(self._io.storage_options, storage_options),
             timeout=self._io.timeouts,
         )

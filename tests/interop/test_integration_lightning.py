@@ -224,6 +224,7 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
             script, job, folder=tmp_path, environment=ENVIRONMENT, ranks=ranks
         )
         assert code == 0, output
+        assert "has no step" not in output
         loaded: dict[str, Any] = torch.load(tmp_path / out)
         return loaded
 
