@@ -152,7 +152,9 @@ class Conversion(Export[ConvertReport]):
         except errors.CheckpointNotFoundError as error:
             missing.append(error)
         # In that layout, too, items may be safetensors, beside others.
-        if source is None or source.format == "safetensors":
+        if source is None or (
+            source.format == "safetensors" and is_there(self.context.source, "metadata.pkl")
+        ):
             source = self._open_rank_files() or source
         if source is None:
             raise missing.pop()

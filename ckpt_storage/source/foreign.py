@@ -313,7 +313,7 @@ def _list_weights(
         return None, weights
 
     def read() -> dict[str, str]:
-        weight_map = _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data)
+        weight_map = read_weight_map(store)
         if missing := sorted({*weight_map.values()}.difference(weights)):
             if GUARD_NAME in sizes:
                 raise in_progress(store.url)
@@ -347,7 +347,9 @@ def in_progress(url: str) -> CheckpointInProgressError:
     )
 
 
-def _weight_map_of(store: Store, data: bytes) -> dict[str, str]:
+def read_weight_map(store: Store) -> dict[str, str]:
+    """Return the file of each tensor by the index of weight files."""
+    data = store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):
