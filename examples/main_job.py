@@ -170,8 +170,8 @@ class Driver:
 
         self.check(
             ok=reference.difference == float(0).hex(),
-            claim="all ranks have consolidated the last checkpoint to safetensors, and the model that "
-            "transformers reads from it gives the same logits, bit for bit",
+            claim="all ranks have consolidated the last checkpoint to safetensors, and the model "
+            "that transformers reads from it gives the same logits, bit for bit",
         )
 
         say(f"2. The same run again, but rank {ranks - 1} is killed while it saves {torn}.")

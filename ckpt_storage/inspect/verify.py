@@ -56,7 +56,7 @@ _BATCH_RANKS = 32
 class VerifyReport:
     """The result of `verify`.
 
-    `exports` are those directly below `url`, and an export at `url` itself; a stale export is no problem.
+    `exports` are those at `url` and directly below it; a stale export is no problem.
     `notes` names sound values that `load` refuses. `link_counts` has the number of names of each
     file that shares its storage with files of other saves, by hard links: damage to one of them is
     damage to all.

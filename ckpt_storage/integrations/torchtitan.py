@@ -150,7 +150,7 @@ class CheckpointStorageManager(TitanManager):
         )
 
     def _is_above(self, step: int) -> bool:
-        """Return whether `step` is above the step that this run resumed from: it may be replaced."""
+        """Return whether `step` is above the resumed step, so that it may be replaced."""
         return self._resumed_step is not None and step > self._resumed_step
 
     def dcp_load(
