@@ -342,7 +342,7 @@ def _pieces(
 
 
 def numpy_name(dtype: str) -> str | None:
-    """Return the name of the type of numpy or `ml_dtypes` for torch's `dtype`, None if none fits."""
+    """Return the type of numpy or `ml_dtypes` for torch's `dtype`, None if there is none."""
     is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
     return dtype if is_narrow else DTYPES[dtype].numpy
 

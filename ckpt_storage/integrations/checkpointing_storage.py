@@ -323,7 +323,7 @@ class CheckpointStorage(Storage):
         return file in self._files(self._checkpoint(name))
 
     def ls(self, path: Path) -> list[str]:
-        """Return the names of checkpoints below the root, or of what is in a checkpoint's folder."""
+        """Return the names of checkpoints, or of what is in a folder of a checkpoint."""
         name, folder = self._split(path)
         if not name:
             options = self._config.storage_options
