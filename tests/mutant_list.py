@@ -451,12 +451,6 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/interpreter_exit.py",
-        '(timeouts.write if own.phase == "commit" else 0.0)',
-        "0.0",
-        [_HANDLE],
-    ),
-    Mutant(
-        "background/interpreter_exit.py",
         "rank.heard_s - rank.idle_s",
         "rank.heard_s",
         [f"{_HANDLE}::test_an_exit_waits_for_no_rank_that_only_lives"],
@@ -632,8 +626,8 @@ _STORE_MUTANTS = [
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/range_reads.py",
-        "lent.release()",
-        "lent.tobytes",
+        "buffer.release()",
+        "buffer.tobytes()",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -641,12 +635,6 @@ _STORE_MUTANTS = [
         "key=len, reverse=True)",
         "key=len)",
         ["tests/unit/test_redaction.py"],
-    ),
-    Mutant(
-        "store/upload.py",
-        'if self._state == "aborted" and self._is_owner:',
-        'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
@@ -811,7 +799,7 @@ _COMMIT_MUTANTS = [
         [f"{_COMMIT}::test_a_head_that_leads_astray_is_refused"],
     ),
     Mutant(
-        "commit/slotlog.py",
+        "transfer/objects.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
         [
@@ -825,7 +813,7 @@ _COMMIT_MUTANTS = [
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
-        "commit/cleaning.py",
+        "commit/fencing.py",
         "freed = [save_id for save_id in dead if save_id not in commits]",
         "freed = list(dead)",
         [_UPKEEP, _COMMIT],
@@ -895,13 +883,13 @@ _FORMAT_MUTANTS = [
         [_DOCUMENTS],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "or not inflater.eof or inflater.unused_data:",
         "or not inflater.eof:",
         [f"{_DOCUMENTS}::test_bytes_behind_a_packed_stream_are_refused"],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "if self.budget.remaining_bytes < 0:",
         "if size_bytes < 0:",
         [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],
@@ -1130,9 +1118,23 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set_polled(self.arrival_key, payload, timeout_s)",
         "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "return self._set_verdict(_COORDINATOR, timeout_s)",
+        "return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))",
+        [
+            f"{_ROUNDS}::test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline"
+        ],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "isinstance(release.error, PhaseTimeoutError)",
+        "not isinstance(release.error, PhaseTimeoutError)",
+        [f"{_ROUNDS}::test_a_load_that_one_rank_began_alone_fails_no_load_of_all"],
     ),
     Mutant(
         "coordination/keyvalue.py",
@@ -1147,13 +1149,13 @@ _COORDINATION_MUTANTS = [
         [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "if number < self.number:",
         "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)",
         "idle_s=slowest.idle_s)",
         [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],

@@ -235,7 +235,7 @@ class CheckpointStorageReader(StorageReader):
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
         with RankGroup.of(None).operation(what, timeouts=timeouts) as operation:
-            identity = Identity(kind=kind_of(what), url=session.url)
+            identity = Identity(kind=kind_of(what), url=session.url, is_read=True)
             operation.meet(session.terms(), identity=identity)
             with closing(Peers(operation)) as peers:
                 links = partial(joined, operation, peers, order)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
+from ckpt_storage.commit import deletion, fencing, publishing
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
@@ -26,6 +26,7 @@ from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabular
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import CommittedSource, read_manifest
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer import objects
 
 from . import layout
 from .copy_base import CopySource, CopySpec, whole_file
@@ -85,9 +86,9 @@ def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log:
     part = id_at_target(context, derived, target_log)
     store, head = context.target, target_log.head
     is_committed = head is not None and head.save_id == part
-    if is_committed or not slotlog.is_there(store, names.manifest_path(part)):
+    if is_committed or not objects.is_there(store, names.manifest_path(part)):
         return part
-    if not cleaning.fence_and_free(store, [part]):
+    if not fencing.fence_and_free(store, [part]):
         raise CommitConflictError(
             f"Another process has committed the same part, {part}, to {store.url}.",
             winner={"save_id": part},

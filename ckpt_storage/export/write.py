@@ -37,8 +37,8 @@ from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.objects import read_twice
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary

@@ -62,7 +62,7 @@ class _Ranks:
             return cls()
         group = dist.group.WORLD
         assert group is not None  # noqa: S101  # it is initialized
-        address = StoreClient.of_group(group).address()
+        address = StoreClient.of_group(group).address
         if address is None:
             raise InvalidInputError(
                 "The ranks share a store that only this process reaches.",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
 from ckpt_storage.options import Casts
 from ckpt_storage.source.model import Source

@@ -173,7 +173,7 @@ def _run(
     kind = kind_of(operation.what)
     operation.meet(
         {**terms, "planner": "the default one" if custom is None else "a custom one"},
-        identity=Identity(kind=kind, url=session.url),
+        identity=Identity(kind=kind, url=session.url, is_read=True),
     )
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()

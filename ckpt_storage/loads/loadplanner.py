@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.documents import LazyList
+from ckpt_storage.format.columns import LazyList
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import parse_per_rank_key
 from ckpt_storage.source.model import Source

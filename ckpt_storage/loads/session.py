@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError, StorageError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     Casts,

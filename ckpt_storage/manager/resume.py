@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,
@@ -164,7 +165,8 @@ class Resumer:
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
             terms = {"check": self._check, "the checkpoint": self._selected}
-            operation.meet(terms | {"part": str(self._takes_parts)})
+            identity = Identity(kind="the choice", url=self._url, is_read=True)
+            operation.meet(terms | {"part": str(self._takes_parts)}, identity=identity)
             if self._select is not None and self._name is None:
                 self._roots, self._name = self._select()
                 self._url = " and ".join(root.location.url for root in self._roots)

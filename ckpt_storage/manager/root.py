@@ -13,7 +13,6 @@ from typing import TypeVar
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign, read_footer
-from ckpt_storage.commit.slotlog import or_none_if_absent
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -29,6 +28,8 @@ from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
+from ckpt_storage.transfer.objects import or_none_if_absent
 from ckpt_storage.transfer.workers import some_at_once
 
 from .folders import FolderState
@@ -177,7 +178,7 @@ class Root:
         times_s = self._slot_times_s
 
         def read_time(name: str, save_id: str | None, slot: int) -> None:
-            stat = slotlog.stat_or_none(self.open(deadline, name), slot_path(slot))
+            stat = objects.stat_or_none(self.open(deadline, name), slot_path(slot))
             times_s[name, save_id, slot] = None if stat is None else stat.modified_s
 
         missing = [key for key in by_slot if key[-1] and key not in times_s]

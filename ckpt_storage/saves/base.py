@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt_storage.commit.slotlog import read_decoded
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import combine_many, crc32c_of
@@ -22,6 +21,7 @@ from ckpt_storage.store.backend import CopySource, PartCopy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import read_decoded
 from ckpt_storage.transfer.workers import some_at_once
 
 from .hashes import new_hash

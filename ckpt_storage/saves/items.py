@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.layouts import check_layout
 from ckpt_storage.loads.states import plain_names

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Path, int_keys_of
-from ckpt_storage.format.names import DTYPES
 from ckpt_storage.loads.placing import is_hollow
 from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT

@@ -20,7 +20,7 @@ from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES, STOCK_METADATA
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_twice, stat_or_none
 from ckpt_storage.transfer.workers import some_at_once
 
 from .file_versions import FileVersions, listed
@@ -107,7 +107,7 @@ def _open_foreign(
     versions = FileVersions.of_listing(entries, is_deep=is_deep, is_listed=is_listed)
 
     def read_stock() -> HeadRef | StockSource | None:
-        content = slotlog.read_stock(store)
+        content = publishing.read_stock(store)
         if content is None:
             return None
         # Without a footer it may lie beside the slots of a checkpoint of ours that was deleted.
@@ -126,7 +126,7 @@ def _open_foreign(
             "can load it as it is, without checksums.",
         )
     if stock is not None:
-        publishing.check_slots(store, commit_log, slotlog.read_stock_tail(store))
+        publishing.check_slots(store, commit_log, publishing.read_stock_tail(store))
     if any(name.endswith(".safetensors") for name in versions.of) and commit_log.last is None:
         return open_safetensors(store, versions, options)
     raise _no_checkpoint(store, commit_log, [entry.path for entry in entries])
@@ -142,7 +142,7 @@ def _look_for_known_files(store: Store) -> Sequence[ObjectInfo]:
 
 
 def _stats(store: Store, paths: Sequence[str]) -> list[ObjectInfo]:
-    looks = [partial(slotlog.stat_or_none, store, path) for path in paths]
+    looks = [partial(stat_or_none, store, path) for path in paths]
     return [entry for entry in some_at_once(looks, _STATS_AT_ONCE) if entry is not None]
 
 

@@ -246,7 +246,9 @@ class Round:
             is_whole = len(ready) == self.rank_count
             if now > self._limit_s:
                 return "does not end"
-            if not is_whole and now > max(self._started_s, self._last_start()) + _START_LIMIT_S:
+            is_late = now > max(self._started_s, self._last_start()) + _START_LIMIT_S
+            # Ranks that were asked to end are not whole, either, once they have.
+            if is_late and not is_whole and self._limit_s == math.inf:
                 return "does not begin"
             if self._is_over(now):
                 if self._limit_s == math.inf:

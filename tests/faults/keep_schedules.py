@@ -313,7 +313,7 @@ class Schedule:
             if thread.is_alive():
                 raise RuleBrokenError(f"{thread.name} hangs")
         self._judge_actors(actors)
-        abilities.forget_all()
+        abilities.RECORDS.clear()
         self._judge_root(actors)
         self._judge_last_prune()
         return turns.operation_count, turns.stall_count
@@ -442,7 +442,7 @@ def run_schedules(storage: Storage, seeds: range, folder: Path | None = None) ->
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=where) as path:
             place = Place(storage, Path(path))
-            abilities.forget_all()
+            abilities.RECORDS.clear()
             schedule = Schedule(seed=seed, place=place, ends=totals.ends)
             with _patched(place):
                 try:

@@ -104,7 +104,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
     ends: Counter[str] = Counter()
     told = {"kind": "timeout", "retryable": False}
     for at, rule in each_fault(dry.script.calls, {action: ACTIONS[action]}, **told):
-        abilities.forget_all()  # as in a new process
+        abilities.RECORDS.clear()  # as in a new process
         store = DictStore(origin.disk.copy(), capabilities, rules=[rule])
         try:
             report = cases.prune(store, KEEP)
@@ -115,7 +115,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
             ends["raised"] += 1
         assert rest(store, KEPT | {7}) == before, at
         assert _steps_in(store) >= KEPT, at
-        abilities.forget_all()  # as in a new process
+        abilities.RECORDS.clear()  # as in a new process
         later = DictStore(store.disk, capabilities)
         assert cases.prune(later, KEEP).failed == {}, at
         check_pruned(later, before)

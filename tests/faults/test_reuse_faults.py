@@ -52,7 +52,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(number: int, url: str, base: str | None = None, **options: Any) -> Any:
-    abilities.forget_all()  # as in a new process: the same calls, and probes
+    abilities.RECORDS.clear()  # as in a new process: the same calls, and probes
     return ckpt_storage.save(
         state_of(number), url, base=base, stable="base.*", retry=QUICK, **options
     )

@@ -138,7 +138,7 @@ def race(
     path: Path, faulty: Faulty, at: int, rival: Rival, *, is_killed: bool
 ) -> tuple[int, BaseException | None]:
     """Thin, with a rival at one operation; return how many there were, and how it ended."""
-    abilities.forget_all()
+    abilities.RECORDS.clear()
     patched = faulty.script
 
     def go() -> None:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError, ProgressEvent
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads import tensors
 from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.store.backend import Range
