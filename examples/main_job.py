@@ -31,7 +31,7 @@ RELATIVE_TOLERANCE = 1e-5
 """How far the losses on another number of ranks may lie from the reference.
 
 They add up the same gradients in another order. Float32 rounds each sum, and every step
-builds on the one before, so the curves drift apart by a little.
+builds on the step before, so the curves drift apart by a little.
 """
 
 
@@ -170,8 +170,8 @@ class Driver:
 
         self.check(
             ok=reference.difference == float(0).hex(),
-            claim="all ranks have consolidated the last one to safetensors, and the model that "
-            "transformers reads from it gives the same logits, bit for bit",
+            claim="all ranks have consolidated the last checkpoint to safetensors, and the model "
+            "that transformers reads from it gives the same logits, bit for bit",
         )
 
         say(f"2. The same run again, but rank {ranks - 1} is killed while it saves {torn}.")

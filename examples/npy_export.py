@@ -39,7 +39,7 @@ def header(tensor: TensorRecord) -> bytes:
 
 
 class NpyExport(PlainFolder[list[str]]):
-    """One export on one rank; one that was cut is gone on with."""
+    """One export on one rank; it goes on with an export that was cut off."""
 
     def lay_out(self) -> list[OutFile]:
         """Return one file a tensor: its header, then all its elements."""

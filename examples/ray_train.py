@@ -3,7 +3,7 @@
     python examples/ray_train.py [URL]
 
 The workers save straight to the URL, each its own part. Ray keeps a pointer to the checkpoint, a
-small file with its URL, and moves no other byte. The URL must be one that every worker reaches: a
+small file with its URL, and moves no other byte. Every worker must reach the URL: a
 folder does for one machine.
 """
 

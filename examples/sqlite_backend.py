@@ -61,8 +61,8 @@ class SqliteBackend(store.Backend):
     )
 
     def __init__(self, location: store.Location, settings: store.Settings) -> None:
-        file, found, self._root = f"{location.path}/".partition(".db/")
-        if not found or not file.startswith("/"):
+        file, separator, self._root = f"{location.path}/".partition(".db/")
+        if not separator or not file.startswith("/"):
             raise InvalidInputError(
                 f"{location.url} names no database.",
                 next_step="Write sqlite:///FOLDER/NAME.db/PREFIX.",
@@ -89,10 +89,10 @@ class SqliteBackend(store.Backend):
             db.execute("COMMIT")
 
     def _find(self, db: Db, path: str) -> store.ObjectInfo:
-        found = db.execute(_FIND, [self._root + path]).fetchone()
-        if found is None:
+        row = db.execute(_FIND, [self._root + path]).fetchone()
+        if row is None:
             raise FileNotFoundError(path)
-        version, size_bytes, modified_s, write_id = found
+        version, size_bytes, modified_s, write_id = row
         return store.ObjectInfo(
             path=path,
             size_bytes=size_bytes,
@@ -207,8 +207,8 @@ class SqliteBackend(store.Backend):
             db.execute("DELETE FROM uploads WHERE content = ?", [token])
 
     def _check_open(self, db: Db, path: str, token: str) -> None:
-        found = db.execute("SELECT path FROM uploads WHERE content = ?", [token]).fetchone()
-        if found != (self._root + path,):
+        row = db.execute("SELECT path FROM uploads WHERE content = ?", [token]).fetchone()
+        if row != (self._root + path,):
             raise FileNotFoundError(f"the upload of {path} is over")
 
     def abort_upload(self, path: str, token: str) -> None:

@@ -5,7 +5,7 @@ On each of two nodes, with its own --node-rank:
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr FIRST_NODE \
         --master-port 29400 examples/torchrun_nodes.py URL
 
-The URL must be one that all nodes reach: a bucket, or a mount that all have. A folder on a disk of
+All nodes must reach the URL: a bucket, or a mount that all have. A folder on a disk of
 each node's own is refused before anything is written, with an error that names the ranks.
 """
 

@@ -159,8 +159,8 @@ class Training(Stateful):
 class FatalPlanner(DefaultSavePlanner):
     """Kills the training process as on a lost machine, once all ranks know what they write.
 
-    A planner may work in a worker process, which is lost with the machine: `victim_pid` is the one
-    that trains.
+    A planner may work in a worker process, which is lost with the machine: `victim_pid` is the
+    process that trains.
     """
 
     def __init__(self, victim_pid: int) -> None:
@@ -168,7 +168,7 @@ class FatalPlanner(DefaultSavePlanner):
         self.victim_pid = victim_pid
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # nobody comes back
-        """End this process and the one that trains, while the other ranks write."""
+        """End this process and the process that trains, while the other ranks write."""
         os.kill(self.victim_pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError

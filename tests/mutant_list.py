@@ -1009,8 +1009,8 @@ _SOURCE_MUTANTS = [
     ),
     Mutant(
         "source/foreign.py",
-        "boxes, flaw = _tiles(tensor.boxes, tensor.shape)",
-        "boxes, flaw = _tiles(tensor.boxes, tensor.shape)[0], None",
+        "boxes, flaw = tiles_of(tensor.boxes, tensor.shape)",
+        "boxes, flaw = tiles_of(tensor.boxes, tensor.shape)[0], None",
         [f"{_HOSTILE}::test_a_stock_checkpoint_with_a_gap_is_refused"],
     ),
     Mutant(

@@ -303,7 +303,7 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     location = Location.of(url, options["storage_options"])
     with closing(open_store(location, timeouts=Timeouts.of(options["timeout"]))) as store:
         summary["exports"] = find_exports(store)
-    # A checkpoint that replaced the one shown is not deleted.
+    # A checkpoint that replaced what was shown is not deleted.
     is_deleted = yes and delete(url, expected_save_id=checkpoint.save_id, **options)
     verdict = "was deleted" if is_deleted else "would be deleted; --yes does it"
     text = [*output.facts(summary), f"This checkpoint {verdict}."]

@@ -43,7 +43,7 @@ def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
-    does not exist is an error; on object storage that is one below which nothing lies. A folder
+    does not exist is an error; on object storage that is a root below which nothing lies. A folder
     that may not be read is listed as unreadable; the exit code is 2 then. "own" are the bytes that
     no other checkpoint shares by hard links. -l reads the manifest of each.
     """
@@ -200,8 +200,8 @@ def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:
 def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     """Show the names in the checkpoint at URL with their types, shapes and sizes.
 
-    Layers that are alike are shown once. Reads documents only. --json lists every value; one
-    without a dtype is an object.
+    Layers that are alike are shown once. Reads documents only. --json lists every value;
+    an object has no dtype.
     """
     with open_checkpoint(url, **options) as checkpoint:
         keys = ("fqn", "dtype", "shape", "size_bytes")

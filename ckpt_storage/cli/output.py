@@ -44,7 +44,7 @@ def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor | None:
 def check_root(
     root: str, *, storage_options: dict[str, Any] | None, timeout: float | None
 ) -> list[str]:
-    """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself."""
+    """Return the folders at `root`; refuse a root that is not there, or is a checkpoint itself."""
     location = Location.to_read(root, storage_options)
     store = open_store(location, timeouts=Timeouts.of(timeout))
     entries = or_none_if_absent(lambda: store.list("", recursive=False)) or ()

@@ -153,7 +153,7 @@ def _pairs(values: Any) -> Any:
 
 
 def _dummy(selection: Indexed, kind: str = "u1") -> NDArray[Any]:
-    """Return an array like the one that numpy gives for an index; reads nothing."""
+    """Return an array like that of numpy for an index; reads nothing."""
     sizes = tuple(map(len, selection.ranges))
     return np.broadcast_to(np.empty((), kind), sizes)[selection.view]
 
@@ -165,7 +165,7 @@ def _made(tensor: LazyTensor, words: Words, selection: Indexed) -> NDArray[Any]:
 def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
     """Return what is shown of elements: of many, the ends of each long dimension.
 
-    With one more between the ends, which is never shown, and makes numpy abbreviate there.
+    Between the ends is an element that is never shown, and makes numpy abbreviate there.
     """
     if math.prod(map(len, selection.ranges)) <= _MOST_SHOWN:
         return tensor.words(selection.ranges)

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 from ckpt_storage import errors
 from ckpt_storage.format import names
-from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged
-from ckpt_storage.source.model import value_keys
+from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged, listed
+from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.transfer.objects import is_there, stat_or_none
 
@@ -23,7 +23,7 @@ from .options import (
 )
 from .output import Export, ExportSpec, SourceVersion, WriteSummary, place_within
 from .plan import Fixed, Segment, Stored, elements_of
-from .select import Selected, select
+from .select import FILES_PREFIX, Selected, select
 
 TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 """ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
@@ -54,6 +54,9 @@ class ConvertReport:
 
 
 FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+
+UNPICKLED = frozenset({"torch_save", "torch_checkpointing"})
+"""Source formats whose values that are no tensors have been unpickled with the rest."""
 
 _LAYOUT = 2
 """Changed with the layout of files, so that files of an older release are not resumed."""
@@ -108,11 +111,12 @@ class Conversion(Export[ConvertReport]):
             self.open(version)
         else:
             version = super().find()
+        self._check_elsewhere()
+        self._unpack()
         if self.source.format == spec.to:
             what = f"{spec.source_url} is of the format {spec.to} already."
             raise errors.InvalidInputError(what, next_step="Use ckpt_storage.copy to copy it.")
         chosen = self.chosen
-        self._check_elsewhere()
         with changed_rather_than_damaged(self.check_unchanged):
             # If something of the source is missing, the target is not changed.
             keys = iter(value_keys(chosen.tensors, chosen.blobs))
@@ -131,12 +135,55 @@ class Conversion(Export[ConvertReport]):
         spec = self.spec
         if not spec.source_file:
             super().open(version)
+            self._unpack()
             return
         from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
         self.source = open_torch_file(
             self.context.source, spec.source_file, unsafe_pickle=spec.unsafe_pickle
         )
+
+    def read_source(self) -> Source:
+        """Open the newest checkpoint, also one in the layout of torch_checkpointing."""
+        source: Source | None = None
+        missing: list[errors.CheckpointNotFoundError] = []
+        try:
+            source = super().read_source()
+        except errors.CheckpointNotFoundError as error:
+            missing.append(error)
+        # In that layout, too, items may be safetensors, beside others.
+        if source is None or (
+            source.format == "safetensors" and is_there(self.context.source, "metadata.pkl")
+        ):
+            source = self._open_rank_files() or source
+        if source is None:
+            raise missing.pop()
+        return source
+
+    def _open_rank_files(self) -> Source | None:
+        """Open a checkpoint in the layout of torch_checkpointing; None if there is none."""
+        from .rankfiles import is_rank_layout, open_rank_files  # noqa: PLC0415  # imports torch
+
+        store = self.context.source
+        if not is_rank_layout([entry.path for entry in listed(store)]):
+            return None
+        return open_rank_files(store, unsafe_pickle=self.spec.unsafe_pickle)
+
+    def _unpack(self) -> None:
+        """Read the files of torch_checkpointing that a checkpoint of ours holds."""
+        source, is_of_files = self.source, not self.source.blobs
+        is_of_files &= all(fqn.startswith(FILES_PREFIX) for fqn in source.tensors)
+        if source.save_id is None or not is_of_files:
+            return
+        from .rankfiles import is_rank_layout, open_rank_files  # noqa: PLC0415  # imports torch
+        from .stored_files import open_stored_files  # noqa: PLC0415  # as above
+
+        if is_rank_layout([fqn.removeprefix(FILES_PREFIX) for fqn in source.tensors]):
+            self.context.read_from(open_stored_files(self.spec, source))
+            self.source = open_rank_files(
+                self.context.source, unsafe_pickle=self.spec.unsafe_pickle
+            )
+            self.source.save_id = source.save_id
 
     def _check_elsewhere(self) -> None:
         """Refuse a target that would replace files of the source."""
@@ -148,7 +195,8 @@ class Conversion(Export[ConvertReport]):
         if within is None:
             return
         places = self.source.places(value_keys(self.source.tensors, self.source.blobs))
-        own = {names.STOCK_METADATA, names.INDEX_NAME, *(place.path for place in places)}
+        own = {names.STOCK_METADATA, names.INDEX_NAME, *self.source.paths}
+        own |= {place.path for place in places}
         path = f"{within}/{name}".strip("/")
         if not path or any(f"{name}/".startswith(f"{path}/") for name in own):
             raise onto_itself(self.spec.source_url)
@@ -177,7 +225,7 @@ class Conversion(Export[ConvertReport]):
     def shards_of(self, block_bytes: int | None = None) -> Files:
         """Return DCP's files with all values, the objects as `torch.save` writes them."""
         blobs: Mapping[str, Segment]
-        if self.spec.source_file:
+        if self.source.format in UNPICKLED:
             source: Any = self.source
             blobs = {fqn: Fixed(source.pickled(fqn)) for fqn in self.chosen.blobs}
         else:

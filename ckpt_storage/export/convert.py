@@ -69,10 +69,11 @@ def convert(  # the public surface, all keyword-only
 ) -> ConvertReport:
     """Write the values of the checkpoint at `src` to `dst` in the format `to`.
 
-    Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders and
-    files of `torch.save`. Every checksum there is is checked. Values keep their names: tensors go
-    over bit by bit, objects and nesting where the format has them. `dst` shows the result all at
-    once, at the end. After a failure or a kill, call it again with the same arguments. Files of
+    Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders,
+    folders of torch_checkpointing and files of `torch.save`. Every checksum there is is checked.
+    Values keep their names: tensors go over bit by bit, objects and nesting where the format has
+    them. `dst` shows the result all at once, at the end. After a failure or a kill, call it again
+    with the same arguments. Files of
     "dcp", "dcp_safetensors" and "safetensors" that were complete, and are sound, are kept; the
     other formats begin anew.
 

@@ -32,7 +32,7 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
-from ckpt_storage.source.opening import open_newest, open_source
+from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.deadline import Deadline
@@ -133,6 +133,12 @@ class ExportContext:
         """Whether the target's storage copies parts of the source's files by itself."""
         is_able = self.spec.copies == "auto" and self.target.capabilities.tokens_travel
         return is_able and self.target.can_copy_from(self.source)
+
+    def read_from(self, store: Store) -> None:
+        """Read from another store, from now on; `close` closes it."""
+        self._plain_source.close()
+        self._plain_source = store
+        self.source = store.bounded(self.deadline, throttled=self.source_pace.slowed_down)
 
     def close(self) -> None:
         """Close all stores."""
@@ -250,7 +256,7 @@ class Export(abc.ABC, Generic[R]):
     def find(self) -> SourceVersion:
         """Open the newest checkpoint; return what the others open it by."""
         context = self.context
-        self.source = source = open_newest(context.source, context.options)
+        self.source = source = self.read_source()
         if isinstance(source, CommittedSource):
             return SourceVersion(record=source.record)
         # Files below the source may belong to an output, which changes.
@@ -262,11 +268,15 @@ class Export(abc.ABC, Generic[R]):
         has_times = all(time_s is not None for _, time_s in marks.values())
         return SourceVersion(state=sorted(marks.items()) if has_times else new_write_id())
 
+    def read_source(self) -> Source:
+        """Open the newest checkpoint."""
+        return open_newest(self.context.source, self.context.options)
+
     def open(self, version: SourceVersion) -> None:
         """Open the version of the coordinator, even if it is not the newest any more."""
         store, options, record = self.context.source, self.context.options, version.record
         if record is None:
-            self.source = open_source(store, options)
+            self.source = self.read_source()
         else:
             self.source = CommittedSource(store, record, read_manifest(store, record), options)
 

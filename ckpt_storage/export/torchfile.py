@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, NamedTuple
@@ -52,17 +52,37 @@ class _Record(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class TorchFileSource(ForeignSource):
-    """The values of a `torch.save` file: tensors, whose bytes are in `records`, and others.
-
-    `views` are the tensors of each record; `reopen` reads the directory of the file again.
-    """
+class UnpickledSource(ForeignSource):
+    """A checkpoint in files of `torch.save`: `values` are those that are no tensors."""
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+
+    def pickled(self, fqn: str) -> bytes:
+        """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
+        buffer = io.BytesIO()
+        try:
+            _NoTensors(io.BytesIO()).dump(self.values[fqn])
+        except pickle.PicklingError as error:
+            step = "Save them under names of their own, or leave it out with exclude=."
+            raise _refused(self.store.url, f"holds {error} inside {fqn}", step) from None
+        torch.save(self.values[fqn], buffer)
+        return buffer.getvalue()
+
+
+@dataclass(slots=True, kw_only=True)
+class TorchFileSource(UnpickledSource):
+    """The values of a `torch.save` file; the bytes of its tensors are in `records`.
+
+    `views` are the tensors, or parts of these, in each record; `reopen` reads the directory of the
+    file again. `content` has the length and the checksum of each record, by name.
+    """
+
     records: dict[Key, _Record] = field(default_factory=dict)
     views: dict[_Record, list[Key]] = field(default_factory=dict)
-    reopen: Callable[[], TorchFileSource]
+    content: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    reopen: Callable[[Store], TorchFileSource]
+    _cuts: dict[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     _sound: set[_Record] = field(default_factory=set)
 
     def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
@@ -81,9 +101,31 @@ class TorchFileSource(ForeignSource):
                 self._sound.add(self.records[key])
         return [self.held[key] for key in keys if key in self.held]
 
+    def cut(self, fqn: str, runs: Sequence[tuple[int, int]]) -> list[Key]:
+        """Cut a tensor into parts of adjacent rows, by first row and count; return their keys."""
+        shape = self.tensors[fqn].shape
+        whole = fqn, (0,) * len(shape)
+        place, record = self.held.pop(whole), self.records.pop(whole)
+        self.views[record].remove(whole)
+        row_bytes = place.size_bytes // shape[0]
+        keys: list[Key] = [(fqn, (first, *whole[1][1:])) for first, _ in runs]
+        for key, (first, count) in zip(keys, runs, strict=True):
+            self.held[key] = replace(
+                place,
+                start=place.start + first * row_bytes,
+                size_bytes=count * row_bytes,
+                sizes=(count, *shape[1:]),
+            )
+            self.records[key] = record
+            self.views[record].append(key)
+        self._cuts[fqn] = runs
+        return keys
+
     def _check_anew(self, key: Key) -> _Crcs:
         """Check the record of a tensor after reading again where in the file it is."""
-        fresh = self.reopen()
+        fresh = self.reopen(self.store)
+        for fqn, runs in self._cuts.items():
+            fresh.cut(fqn, runs)
         sound = {view: place for view, place in self.held.items() if place.crcs is not None}
         self.held, self.records, self.views = fresh.held | sound, fresh.records, fresh.views
         return self._check(key)
@@ -107,17 +149,6 @@ class TorchFileSource(ForeignSource):
             raise _damaged(path, what, record.start, fqn)
         return {view: hasher.finish() for view, hasher in hashers.items()}
 
-    def pickled(self, fqn: str) -> bytes:
-        """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
-        buffer = io.BytesIO()
-        try:
-            _NoTensors(io.BytesIO()).dump(self.values[fqn])
-        except pickle.PicklingError as error:
-            step = "Save them under names of their own, or leave it out with exclude=."
-            raise _refused(self.store.url, f"holds {error} inside {fqn}", step) from None
-        torch.save(self.values[fqn], buffer)
-        return buffer.getvalue()
-
 
 def _call_next(checks: Iterator[Callable[[Key], _Crcs]], key: Key) -> _Crcs:
     return next(checks)(key)
@@ -131,30 +162,43 @@ class _NoTensors(pickle.Pickler):
             raise pickle.PicklingError("tensors")
 
 
-def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFileSource:
-    """Open a `torch.save` file; reads its directory, its pickle and the headers of records."""
+def open_torch_file(
+    store: Store, path: str, *, unsafe_pickle: bool, item: str | None = None
+) -> TorchFileSource:
+    """Open a `torch.save` file; reads its directory, its pickle and the headers of records.
+
+    With an `item` the file holds the value of that name on one rank, and a `DTensor` is read as the
+    part of that rank.
+    """
     file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
 
-    def read() -> tuple[dict[str, Any], PlannerData]:
+    def read() -> tuple[dict[str, Any], PlannerData, Mapping[str, tuple[int, int | None]]]:
         file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
-        return _read_state(file, path, shown, unsafe_pickle=unsafe_pickle)
+        return _read_state(file, path, shown, unsafe_pickle=unsafe_pickle, item=item)
 
-    flat, paths = read_twice(store, path, read)
+    flat, paths, content = read_twice(store, path, read)
     tensors: dict[str, TensorRecord] = {}
-    reopen = partial(open_torch_file, store, path, unsafe_pickle=unsafe_pickle)
     source = TorchFileSource(
-        store=store, format="torch_save", tensors=tensors, planner_data=paths, reopen=reopen
+        store=store,
+        format="torch_save",
+        tensors=tensors,
+        planner_data=paths,
+        content=content,
+        reopen=partial(open_torch_file, path=path, unsafe_pickle=unsafe_pickle, item=item),
     )
     first: dict[tuple[object, ...], str] = {}
-    for fqn, value in flat.items():
+    for fqn, named in flat.items():
+        value = named
         if not isinstance(value, torch.Tensor):
             source.values[fqn] = value
             continue
         if isinstance(value, DTensor):
-            what = f"holds {fqn} as a DTensor, of which it has the part of one rank"
-            step = "Load it on all ranks with the library that saved it, and save it anew; for "
-            step += "torch_checkpointing, convert_from_native of its integration does so."
-            raise _refused(shown, what, step)
+            if item is None:
+                what = f"holds {fqn} as a DTensor, of which it has the part of one rank"
+                step = "Load it on all ranks with the library that saved it, and save it anew; for "
+                step += "torch_checkpointing, convert the folder of the checkpoint."
+                raise _refused(shown, what, step)
+            value = value._local_tensor  # noqa: SLF001  # its bytes; no mesh is needed
         dtype, shape, start = _plain_dtype(fqn, value, path), tuple(value.shape), 0
         whole, size = Box((0,) * len(shape), shape), value.nbytes
         key = fqn, whole.offsets
@@ -179,13 +223,13 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
 
 
 def _read_state(
-    file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool
-) -> tuple[dict[str, Any], PlannerData]:
-    """Return values by FQN, and the path of each in the nested state dict."""
+    file: IO[bytes], path: str, shown: str, *, unsafe_pickle: bool, item: str | None
+) -> tuple[dict[str, Any], PlannerData, Mapping[str, tuple[int, int | None]]]:
+    """Return values by FQN, the path of each in the nested state dict, and the records' content."""
     if file.read(4) != b"PK\x03\x04":
         raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
     try:
-        state = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
+        state, content = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
     except errors.CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -199,6 +243,8 @@ def _read_state(
     except Exception as error:
         what = f"cannot be read ({type(error).__name__}): it is damaged, cut short, or no file of "
         raise _refused(shown, f"{what}torch.save", _RESTORE) from error
+    if item is not None:
+        state = {item: state}
     if not isinstance(state, dict) or not {*map(type, state)} <= {str, int}:
         what = f"holds a {type(state).__name__}, not a state dict with names as keys"
         step = "Save a dict that maps names to tensors, such as model.state_dict()."
@@ -208,7 +254,7 @@ def _read_state(
     except ValueError as error:
         what = f"holds two values of one name: {str(error).rstrip('.')}"
         raise _refused(shown, what, "Load it with torch.load, rename one, save it anew.") from error
-    return flat, PlannerData(paths, int_keys=find_int_keys(state))
+    return flat, PlannerData(paths, int_keys=find_int_keys(state)), content
 
 
 def _refused(path: str, what: str, next_step: str) -> errors.FormatError:
@@ -277,8 +323,13 @@ def _read_records(
     return infos, small, archive.start_dir
 
 
-def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
-    """Return the saved object; its storages have no memory, but a `record` of their bytes."""
+def _unpickled(
+    file: IO[bytes], path: str, *, unsafe_pickle: bool
+) -> tuple[object, Mapping[str, tuple[int, int | None]]]:
+    """Return the saved object, and length and checksum of each record.
+
+    Its storages have no memory, but a `record` of their bytes.
+    """
     infos, small, directory = _read_records(file, path)
     if small.get("byteorder", b"little") != b"little":
         raise _refused(path, "was written on a big-endian machine", _AGAIN)
@@ -306,9 +357,10 @@ def _unpickled(file: IO[bytes], path: str, *, unsafe_pickle: bool) -> object:
     unpickler = module.Unpickler(io.BytesIO(small["data.pkl"]), encoding="utf-8")
     unpickler.persistent_load = load_storage
     try:
-        return unpickler.load()
+        state = unpickler.load()
     finally:
         _torch._utils._validate_loaded_sparse_tensors()  # noqa: SLF001  # as torch.load
+    return state, {name: (info.file_size, info.CRC) for name, info in infos.items()}
 
 
 def _plain_dtype(fqn: str, tensor: torch.Tensor, path: str) -> str:

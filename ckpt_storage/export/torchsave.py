@@ -30,6 +30,7 @@ from .output import ExportContext, ResumeState, WriteSummary
 from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
 from .reads import SegmentReader
 from .select import Selected
+from .torchfile import UnpickledSource
 
 _ALIGN_BYTES = 64
 
@@ -111,11 +112,18 @@ class TorchFile(Conversion):
 
     def _objects(self) -> dict[str, object]:
         """Return the values that are no tensors."""
-        blobs, is_safe = self.stored_blobs(), not self.spec.unsafe_pickle
-        read = _reading(self.context, self.source, blobs)
+        is_safe, source = not self.spec.unsafe_pickle, self.source
+        if isinstance(source, UnpickledSource):
+            pickled = source.pickled
+        else:
+            read = _reading(self.context, source, self.stored_blobs())
+
+            def pickled(fqn: str) -> bytes:
+                return b"".join(read(fqn))
+
         objects: dict[str, object] = {}
         for fqn in self.chosen.blobs:
-            file = io.BytesIO(b"".join(read(fqn)))
+            file = io.BytesIO(pickled(fqn))
             try:
                 refusal = refusal_of(file) if is_safe else None
                 if refusal is not None:

@@ -13,6 +13,8 @@ from ckpt_storage.errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
+WEIGHT_NAMES = ("model.safetensors", "adapter_model.safetensors")
+"""Weight files that come without an index."""
 """Hugging Face's name of the map from tensors to weight files."""
 COMMITS = "commits"
 SAVES = "saves"

@@ -29,7 +29,7 @@ def cast_array(array: NDArray[Any], dtype: DTypeLike, casts: Casts, fqn: str) ->
             f"{fqn} is stored as {array.dtype} and read as {target}: {array[first]!s} becomes "
             f"{result[first]!s}.",
             phase="load",
-            next_step="Read it in its own dtype or a wider one, or open the checkpoint with "
+            next_step="Read it in its own dtype or a wider dtype, or open the checkpoint with "
             "casts='any'.",
         )
     return result

@@ -48,10 +48,10 @@ def open_checkpoint(
     """Return the checkpoint at a URL or path, a mapping from FQN to `LazyTensor` or object.
 
     Opens checkpoints of this package, stock DCP checkpoints, torch's sharded safetensors and
-    Hugging Face folders by their documents; one of this package takes three small reads. Small
-    documents that this process has opened there before are not read again, except by `verify`. Runs
-    no code of the checkpoint, unless `unsafe_pickle` permits to unpickle objects that torch does
-    not load with `weights_only=True`. `casts`, as for `load`, decides which values
+    Hugging Face folders by their documents; a checkpoint of this package takes three small reads.
+    Small documents that this process has opened there before are not read again, except by
+    `verify`. Runs no code of the checkpoint, unless `unsafe_pickle` permits to unpickle objects
+    that torch does not load with `weights_only=True`. `casts`, as for `load`, decides which values
     `numpy.asarray(tensor, dtype)` may change. A read fails when no bytes arrive for `timeout`. Any
     process; not collective; changes nothing.
 

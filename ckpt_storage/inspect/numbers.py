@@ -193,7 +193,7 @@ def compare(
 
 
 def _compare_entries(left: Entry, right: Entry) -> ValueDiff | None:
-    """Return the difference of kind, shape or dtype, None without one."""
+    """Return the difference of kind, shape or dtype, None if there is none."""
     kind: Literal["kind", "shape", "dtype"]
     texts = str(left), str(right)
     if bool(left.dtype) != bool(right.dtype):

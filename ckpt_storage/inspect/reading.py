@@ -45,7 +45,7 @@ _PIECES_HELD = 8
 
 @lru_cache(maxsize=8)
 def _kept(_: Location) -> dict[Hashable, Any]:
-    """Return the cache of documents of one of the last locations that this process opened."""
+    """Return the cache of documents of a location that this process opened lately."""
     return {}
 
 
@@ -342,7 +342,7 @@ def _pieces(
 
 
 def numpy_name(dtype: str) -> str | None:
-    """Return the name of the type of numpy or `ml_dtypes` for torch's `dtype`; None without one."""
+    """Return the type of numpy or `ml_dtypes` for torch's `dtype`, None if there is none."""
     is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
     return dtype if is_narrow else DTYPES[dtype].numpy
 

@@ -51,7 +51,7 @@ _BATCH_RANKS = 32
 class VerifyReport:
     """The result of `verify`.
 
-    `exports` are those directly below `url`, and one at `url` itself; a stale export is no problem.
+    `exports` are those at `url` and directly below it; a stale export is no problem.
     `notes` names sound values that `load` refuses. `link_counts` has the number of names of each
     file that shares its storage with files of other saves, by hard links: damage to one of them is
     damage to all.
@@ -134,7 +134,7 @@ def divided(files: Iterable[tuple[FileRef, int]], count: int) -> list[dict[str, 
 
 
 def check_part(store: Store, number: int = 0, count: int = 1, *, deep: bool) -> str | None:
-    """Check whether part `number` of `count` can be loaded; return the save id, None without one.
+    """Check whether part `number` of `count` can be loaded; return the save id, None without an id.
 
     Files that no load needs (`.metadata`, markers, exports) are not checked. The first part checks
     files of another writer, too. Raises `IntegrityError` for the first problem,

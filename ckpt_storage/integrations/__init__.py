@@ -1,5 +1,5 @@
 """Adapters to training frameworks, each in a module of its own that imports its framework.
 
-Import the one you use, for example `ckpt_storage.integrations.lightning`; nothing else in the
+Import the module you use, for example `ckpt_storage.integrations.lightning`; nothing else in the
 package imports them.
 """

@@ -57,7 +57,7 @@ class _Ranks:
 
     @classmethod
     def own(cls) -> _Ranks:
-        """Return this rank of the default process group; without one, this process alone."""
+        """Return this rank of the default process group; without a group, this process alone."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
         group = dist.group.WORLD
@@ -84,7 +84,7 @@ class _Ranks:
 class CheckpointStorageConfig(StorageConfig):
     """Where torch_checkpointing keeps the checkpoints of a run; for its `storage_config`.
 
-    Every rank makes one, after `init_process_group`, and one for each manager. The ids of
+    Every rank makes a configuration for each manager, after `init_process_group`. The ids of
     checkpoints are URLs, or paths, directly below `url`. Saves need `commit_on_every_rank` as
     `finalize_callback`, which `manager_config` sees to.
 
@@ -269,7 +269,9 @@ class CheckpointStorage(Storage):
         """Delete a checkpoint."""
         name, below = self._split(path)
         if not name or below:
-            raise InvalidInputError(f"{path} is no checkpoint.", next_step="Name one by its URL.")
+            raise InvalidInputError(
+                f"{path} is no checkpoint.", next_step="Name a checkpoint by its URL."
+            )
         self._opened.pop(name, None)
         options = self._config.storage_options
         ckpt_storage.delete(self._url_of(name), storage_options=options)
@@ -288,7 +290,7 @@ class CheckpointStorage(Storage):
             return checkpoint
 
     def exists(self, path: Path) -> bool:
-        """Return whether a committed checkpoint, a file or a folder of one is there."""
+        """Return whether a committed checkpoint, or a file or a folder in it, is there."""
         name, file = self._split(path)
         if not name:
             return True
@@ -312,7 +314,7 @@ class CheckpointStorage(Storage):
         return any(name.startswith(f"{folder}/") for name in self._files(checkpoint))
 
     def isdir(self, path: Path) -> bool:
-        """Return whether a path is the root, a committed checkpoint or a folder of one."""
+        """Return whether a path is the root, a committed checkpoint or a folder in it."""
         _, file = self._split(path)
         return self.exists(path) and (not file or not self._is_file(path))
 
@@ -321,7 +323,7 @@ class CheckpointStorage(Storage):
         return file in self._files(self._checkpoint(name))
 
     def ls(self, path: Path) -> list[str]:
-        """Return the names of checkpoints below the root, or of what is in a folder of one."""
+        """Return the names of checkpoints, or of what is in a folder of a checkpoint."""
         name, folder = self._split(path)
         if not name:
             options = self._config.storage_options

@@ -50,7 +50,7 @@ class WriteStream(io.IOBase):
                 raise
 
     def _fail(self, error: BaseException) -> None:
-        """Fail the save. Raises its error if this one only follows from that of another rank."""
+        """Fail the save. Raises its error if this error only follows from that of another rank."""
         first = self._stream.abort(error)
         if isinstance(error, StorageError) and isinstance(first, RankFailedError):
             raise first from error

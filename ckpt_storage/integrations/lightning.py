@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import lightning
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.names import STOCK_METADATA
 from ckpt_storage.loads.load import load
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.listing import list_checkpoints
@@ -28,7 +31,12 @@ from ckpt_storage.saves.save import save, save_on
 
 from .packing import OUTLINE, WholePlanner, pack, unpack
 
-__all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy", "last_checkpoint"]
+__all__ = [
+    "CheckpointStorageIO",
+    "CheckpointStorageStrategy",
+    "StorageModelCheckpoint",
+    "last_checkpoint",
+]
 
 _Path = str | os.PathLike[str]
 _Timeout = float | timedelta | Timeouts | None
@@ -41,13 +49,26 @@ def last_checkpoint(
 ) -> str | None:
     """Return the URL of the checkpoint below `dirpath` that was committed last; None without any.
 
-    For `fit(ckpt_path=last_checkpoint(url))`: Lightning's own search for `ckpt_path="last"` drops
-    the scheme of a URL and finds nothing. Raises as `ckpt_storage.list_checkpoints`.
+    For `fit(ckpt_path=last_checkpoint(url))`. Raises as `ckpt_storage.list_checkpoints`.
     """
     infos = list_checkpoints(dirpath, storage_options=storage_options)
     # The times are in seconds; of equal ones, the list has the highest step last.
     infos.sort(key=lambda info: info.created_at or "")
     return infos[-1].url if infos else None
+
+
+class StorageModelCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` at a URL, with which `fit(ckpt_path="last")` resumes the newest commit.
+
+    The search of `ModelCheckpoint` drops the scheme of a URL, so that training begins at step 0.
+    """
+
+    def _find_last_checkpoints(self, trainer: lightning.Trainer) -> set[str]:
+        if self.dirpath is None:
+            return super()._find_last_checkpoints(trainer)
+        last = last_checkpoint(self.dirpath)
+        # The trainer asks for the time of a file, which folders of object stores lack.
+        return {f"{last}/{STOCK_METADATA}"} if last else set()
 
 
 class CheckpointStorageIO(CheckpointIO):
@@ -93,7 +114,7 @@ class CheckpointStorageIO(CheckpointIO):
             what = f"map_location is {map_location!r}."
             step = "Leave it out: Lightning moves what it loads to its devices."
             raise InvalidInputError(what, next_step=step)
-        return _load(self, {}, path, WholePlanner(), weights_only)
+        return _load(self, {}, os.fspath(path), WholePlanner(), weights_only)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete the checkpoint at `path`, its commit first; nothing there is no error.
@@ -134,6 +155,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             state,
             self.broadcast(os.fspath(filepath)),
             overwrite=True,
+            step=checkpoint.get("global_step"),
             storage_options=_merged(self._io.storage_options, storage_options),
             timeout=self._io.timeouts,
         )
@@ -178,14 +200,14 @@ def _merged(options: Mapping[str, Any] | None, call_options: Any) -> dict[str, A
 def _load(
     io: CheckpointStorageIO,
     state: dict[str, Any],
-    path: _Path,
+    path: str,
     planner: WholePlanner,
     weights_only: bool | None,
 ) -> dict[str, Any]:
     """Load `state` in place; return what was packed beside it."""
     load(
         state,
-        path,
+        path.removesuffix(f"/{STOCK_METADATA}"),
         planner=planner,
         storage_options=io.storage_options,
         timeout=io.timeouts,

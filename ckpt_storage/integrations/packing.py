@@ -110,7 +110,7 @@ class WholePlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Make targets for wanted names without one."""
+        """Make a target for each wanted name that has none."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         known: Mapping[str, Any] = self.state_dict
         stored = {} if metadata is None else metadata.state_dict_metadata

@@ -17,7 +17,7 @@ from torch_checkpointing.config import (
 
 from ckpt_storage.errors import InvalidInputError
 
-from .checkpointing_conversion import convert_from_native, convert_to_native
+from .checkpointing_conversion import convert_to_native
 from .checkpointing_loader import CheckpointStorageFormat, CheckpointStorageResharder
 from .checkpointing_storage import CheckpointStorage, CheckpointStorageConfig
 
@@ -27,7 +27,6 @@ __all__ = [
     "CheckpointStorageFormat",
     "CheckpointStorageResharder",
     "commit_on_every_rank",
-    "convert_from_native",
     "convert_to_native",
     "manager_config",
 ]

@@ -38,8 +38,8 @@ _MODES: dict[str, Mode] = {"async": "thread", "async_with_pinned_mem": "process"
 
 _MODEL_ALONE = (
     "That step holds the model alone, as last_save_model_only (torchtitan's default) has it. "
-    "Resume an earlier one by load_step, or begin from its weights: set initial_load_path to it, "
-    "and folder to a new one. Next time set last_save_model_only=False."
+    "Resume an earlier step by load_step, or begin from its weights: set initial_load_path to it, "
+    "and folder to a new folder. Next time set last_save_model_only=False."
 )
 _OTHER_DEGREE = (
     "With another data parallel degree, set "
@@ -54,7 +54,7 @@ class CheckpointStorageManager(TitanManager):
     ranks write them to `step-<number>`, of a checkpoint in its folder `sharded`. `async_mode`
     "async" saves in a thread, "async_with_pinned_mem" in a worker process of each rank.
     `keep_latest_k` counts committed checkpoints only. Without a `load_step`, the newest
-    `step-<number>` that is whole is loaded; a damaged one is passed over with a warning.
+    `step-<number>` that is whole is loaded; a damaged step is passed over with a warning.
 
     `folder` and `keep_latest_k` are read at each call: engines such as verl's set them later.
 
@@ -150,7 +150,7 @@ class CheckpointStorageManager(TitanManager):
         )
 
     def _is_above(self, step: int) -> bool:
-        """Return whether `step` is above the one that this run resumed from: it may be replaced."""
+        """Return whether `step` is above the resumed step, so that it may be replaced."""
         return self._resumed_step is not None and step > self._resumed_step
 
     def dcp_load(
@@ -216,7 +216,7 @@ class CheckpointStorageManager(TitanManager):
             return self._load_initial()
 
     def _restore(self, step: int | None) -> bool:
-        """Load a step, or the newest sound one, the same on all ranks. False if there is none."""
+        """Load a step, or the newest sound step, the same on all ranks. False if there is none."""
         # As torchtitan has it, step 0 is the seed, the model alone.
         states = self._states_to_load(step == 0)
         try:

@@ -95,8 +95,8 @@ def with_checkpoint_storage(
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase (`plan`: four minutes).
         mode: "thread" or "process", as for `AsyncSaver`.
         check: how a checkpoint is checked before `True` resumes from it. "deep": every byte, each
-            rank a part, so that a damaged one is passed over. "read" checks what it loads, and a
-            damaged one ends the training with `IntegrityError`.
+            rank a part, so that a damaged checkpoint is passed over. "read" checks what it loads,
+            and damage ends the training with `IntegrityError`.
         frozen_of_adapters: store the frozen weights of PEFT models, too, with every step.
 
     Raises:
@@ -284,7 +284,7 @@ class _StorageMixin(_Base):
     def _find_resume(self, training: _Training, wanted: str | bool | None) -> _Resume | None:
         """Read the small files of the checkpoint to resume from, None for none; all ranks call."""
         if not wanted or (wanted is not True and Path(wanted, _STATE).is_file()):
-            return None  # a plain Trainer wrote that folder, and this one reads it as well
+            return None  # a plain Trainer wrote that folder, and this Trainer reads it as well
         planner = WholePlanner(wanted=is_resume_file)
         manager, options = training.manager, self._checkpoint_options
         if wanted is True:
@@ -393,7 +393,7 @@ class _StorageMixin(_Base):
         del args, kwargs
         raise InvalidInputError(
             "with_checkpoint_storage cannot serve hyperparameter_search.",
-            next_step="Search with a plain Trainer, then train with this one.",
+            next_step="Search with a plain Trainer, then train with this Trainer.",
         )
 
     def _get_output_dir(self, trial: Any) -> str:

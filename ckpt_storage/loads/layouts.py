@@ -16,7 +16,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -52,36 +52,50 @@ def boxes_of(tensor: object) -> list[LocalBox] | None:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    runs = [_runs_of(tensor, dim, coordinate) for dim in range(tensor.ndim)]
-    if all(len(of_dim) <= 1 for of_dim in runs):
-        return None
+    boxes = local_boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+    # An empty box may have the offsets of another rank's box, and would replace it.
+    kept = [box for box in boxes if all(box.sizes) or not tensor.numel()]
+    return kept if len(boxes) > 1 else None
+
+
+def local_boxes(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> list[LocalBox]:
+    """Return the boxes, some perhaps empty, that a place in a mesh holds of a tensor of `shape`."""
+
+    def runs_of(dim: int) -> list[tuple[int, int, int]]:
+        indices = torch.arange(shape[dim], device="cpu")
+        for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
+            if getattr(placement, "dim", None) == dim:
+                indices = _split(indices, placement, count)[at]
+        return _runs_of(indices)
+
     return [
         LocalBox(
             offsets=tuple(start for start, _, _ in box),
             sizes=tuple(length for _, length, _ in box),
             local_offsets=tuple(local for _, _, local in box),
         )
-        for box in product(*runs)
-        # An empty box may have the offsets of another rank's box, and would replace it.
-        if all(length for _, length, _ in box) or not tensor.numel()
+        for box in product(*map(runs_of, range(len(shape))))
     ]
 
 
-def _runs_of(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
+def _split(indices: torch.Tensor, placement: Any, count: int) -> Sequence[torch.Tensor]:  # noqa: ANN401  # a `Shard`, or one of torch's own
+    """Return the indices that each of `count` places holds, by the placement's own rule."""
+    split = (
+        _StridedShard(0, split_factor=placement.split_factor)
+        if isinstance(placement, _StridedShard)
+        else type(placement)(0)
+    )
+    shards, _ = split._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the rule
+    return shards
+
+
+def _runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return the contiguous runs of a dimension: global start, length, local start."""
-    indices = torch.arange(tensor.shape[dim], device="cpu")
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if getattr(placement, "dim", None) != dim:
-            continue
-        count = tensor.device_mesh.size(mesh_dim)
-        place: Any = placement
-        split = (
-            _StridedShard(0, split_factor=place.split_factor)
-            if isinstance(placement, _StridedShard)
-            else type(place)(0)
-        )
-        shards, _ = split._split_tensor(indices, count, with_padding=False)  # noqa: SLF001  # the placement's own rule
-        indices = shards[coordinate[mesh_dim]]
     if not indices.numel():
         return [(0, 0, 0)]
     breaks = (torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()

@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def code(self) -> str:
-        """Return the stable code of the error, "" without one."""
+        """Return the stable code of the error, "" without an error."""
         if self.error is None:
             return ""
         return self.error.code if isinstance(self.error, CheckpointError) else "interrupt"

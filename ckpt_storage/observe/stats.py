@@ -52,7 +52,7 @@ class OperationStats:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second of the whole operation, 0 for one that took no time."""
+        """Bytes per second of the whole operation, 0 for an operation that took no time."""
         return self.total_bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property

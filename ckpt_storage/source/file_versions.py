@@ -16,7 +16,7 @@ from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer import objects
-from ckpt_storage.transfer.workers import side_by_side
+from ckpt_storage.transfer.workers import side_by_side, some_at_once
 
 _MARKED = (STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """Suffixes of the files of another writer's checkpoint."""
@@ -39,16 +39,19 @@ class FileVersions:
 
     of: Mapping[str, FileVersion] = field(default_factory=dict)
     is_deep: bool = False
+    is_listed: bool = True
 
     @classmethod
-    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_deep: bool) -> FileVersions:
+    def of_listing(
+        cls, entries: Iterable[ObjectInfo], *, is_deep: bool, is_listed: bool = True
+    ) -> FileVersions:
         """Return the versions of the files that hold values or describe them."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
             for entry in entries
             if entry.path.endswith(_MARKED)
         }
-        return cls(of=of, is_deep=is_deep)
+        return cls(of=of, is_deep=is_deep, is_listed=is_listed)
 
     def check(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if one of the files is gone or was written again.
@@ -60,9 +63,16 @@ class FileVersions:
             return
         if paths is not None:
             checked = [path for path in self.of if path in paths or path in _DESCRIBING]
-            stats = [partial(self._is_unchanged, store, path) for path in checked]
-            if len(stats) <= _MAX_STATS and all(side_by_side(store, stats)):
-                return
+        stats = [partial(self._is_unchanged, store, path) for path in checked]
+        if not self.is_listed:
+            are_unchanged = some_at_once(stats, _MAX_STATS)
+            for path, is_unchanged in zip(checked, are_unchanged, strict=True):
+                if not is_unchanged:
+                    raise changed(store.url, path, "is gone, or was written again")
+            return
+        is_small = paths is not None and len(stats) <= _MAX_STATS
+        if is_small and all(side_by_side(store, stats)):
+            return
         # A listing decides, as `stat` may report the time of an object with another precision.
         entries = listed(store, recursive=self.is_deep)
         now = FileVersions.of_listing(entries, is_deep=self.is_deep).of

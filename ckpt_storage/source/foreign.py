@@ -188,7 +188,7 @@ def _parsed(
     return parse(place, bytes(head))
 
 
-def _tiles(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
+def tiles_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:
     """Return the chunks that are not empty, each once, as a grid if they form one; and a flaw."""
     # Ranks with replicas may each have stored an equal chunk.
     held = list(dict.fromkeys(box for box in boxes if not box.is_empty)) or boxes
@@ -202,7 +202,7 @@ def _stock_tensor(fqn: str, tensor: TensorRecord) -> TensorRecord:
         raise FormatError(
             what, path=STOCK_METADATA, next_step="Load it with torch's FileSystemReader."
         )
-    boxes, flaw = _tiles(tensor.boxes, tensor.shape)
+    boxes, flaw = tiles_of(tensor.boxes, tensor.shape)
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
@@ -314,7 +314,7 @@ def _list_weights(
         return None, weights
 
     def read() -> dict[str, str]:
-        weight_map = _weight_map_of(store, store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data)
+        weight_map = read_weight_map(store)
         if missing := sorted({*weight_map.values()}.difference(weights)):
             if GUARD_NAME in sizes:
                 raise in_progress(store.url)
@@ -329,7 +329,7 @@ def _list_weights(
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorRecord:
     """Return the tensor that the chunks make up; raise if they leave a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
-    tiles, flaw = _tiles(boxes, shape)
+    tiles, flaw = tiles_of(boxes, shape)
     if flaw is not None:
         what = f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}."
         raise IntegrityError(
@@ -348,7 +348,9 @@ def in_progress(url: str) -> CheckpointInProgressError:
     )
 
 
-def _weight_map_of(store: Store, data: bytes) -> dict[str, str]:
+def read_weight_map(store: Store) -> dict[str, str]:
+    """Return the file of each tensor by the index of weight files."""
+    data = store.get(INDEX_NAME, max_bytes=MAX_DOCUMENT_BYTES).data
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):

@@ -31,7 +31,9 @@ from .file_versions import FileVersions, changed_rather_than_damaged
 Key = tuple[str, tuple[int, ...] | None]
 """FQN and offsets of a chunk; None for a blob."""
 
-SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+SourceFormat = Literal[
+    "ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save", "torch_checkpointing"
+]
 
 
 _MAX_KEPT, _MAX_KEPT_BYTES = 8, 1 << 15

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 
 from ckpt_storage.commit import attempt_files, deletion, publishing, slotlog
 from ckpt_storage.commit.slotlog import CommitLog
@@ -11,21 +13,26 @@ from ckpt_storage.errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,
     FormatError,
+    UnsupportedByStoreError,
 )
 from ckpt_storage.format.commit_record import HeadRef, split_footer
-from ckpt_storage.format.names import COMMITS, SAVES, STOCK_METADATA
+from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES, STOCK_METADATA, WEIGHT_NAMES
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.objects import read_twice
+from ckpt_storage.transfer.objects import read_twice, stat_or_none
+from ckpt_storage.transfer.workers import some_at_once
 
 from .file_versions import FileVersions, listed
-from .foreign import ForeignSource, StockSource, open_safetensors, open_stock
+from .foreign import ForeignSource, StockSource, open_safetensors, open_stock, read_weight_map
 from .model import CommittedSource, Source, read_manifest
 
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
 """The metadata of one rank (`use_collectives=False`)."""
 
 _OWN_FOLDERS = frozenset({f"{COMMITS}/", f"{SAVES}/"})
+
+_STATS_AT_ONCE = 8
 
 _MAX_ATTEMPTS = 5
 """Reads of the head while saves keep overwriting it."""
@@ -86,9 +93,18 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
 def _open_foreign(
     store: Store, commit_log: CommitLog, options: TransferOptions, *, is_deep: bool
 ) -> ForeignSource:
-    """Return another writer's checkpoint; its files are listed before its metadata is read."""
-    entries = listed(store, recursive=is_deep)
-    versions = FileVersions.of_listing(entries, is_deep=is_deep)
+    """Return another writer's checkpoint; its files are listed before its metadata is read.
+
+    Where nothing can be listed, as over HTTP, the files have the names that its readers know.
+    """
+    is_listed = True
+    try:
+        entries = listed(store, recursive=is_deep)
+    except UnsupportedByStoreError:
+        entries, is_listed = _look_for_known_files(store), False
+        if not entries:
+            raise
+    versions = FileVersions.of_listing(entries, is_deep=is_deep, is_listed=is_listed)
 
     def read_stock() -> HeadRef | StockSource | None:
         content = publishing.read_stock(store)
@@ -114,6 +130,20 @@ def _open_foreign(
     if any(name.endswith(".safetensors") for name in versions.of) and commit_log.last is None:
         return open_safetensors(store, versions, options)
     raise _no_checkpoint(store, commit_log, [entry.path for entry in entries])
+
+
+def _look_for_known_files(store: Store) -> Sequence[ObjectInfo]:
+    """Return what is there of the metadata of stock DCP, and of weight files and their index."""
+    entries = _stats(store, [STOCK_METADATA, INDEX_NAME, *WEIGHT_NAMES])
+    if any(entry.path == INDEX_NAME for entry in entries):
+        weight_files = set(read_weight_map(store).values())
+        entries += _stats(store, sorted(weight_files.difference(WEIGHT_NAMES)))
+    return entries
+
+
+def _stats(store: Store, paths: Sequence[str]) -> list[ObjectInfo]:
+    looks = [partial(stat_or_none, store, path) for path in paths]
+    return [entry for entry in some_at_once(looks, _STATS_AT_ONCE) if entry is not None]
 
 
 def _no_checkpoint(store: Store, commit_log: CommitLog, names: list[str]) -> Exception:

@@ -66,6 +66,16 @@ def adapter(**options: Any) -> Any:
     )
 
 
+def on_server(server: S3Server) -> dict[str, str]:
+    """Return the environment of clients of a server."""
+    return {
+        "AWS_ENDPOINT_URL": server.endpoint_url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+    }
+
+
 def run_example(folder: Path, url: str, kill_at: int | None = None) -> tuple[int, dict[str, str]]:
     """Run the example; return its exit code and the losses by step, to the last bit."""
     script = folder / "job.py"
@@ -81,12 +91,7 @@ def test_a_killed_run_resumes_bit_for_bit(
 ) -> None:
     """`last_checkpoint` finds the newest, of a bucket too; losses are those of a whole run."""
     url = str(tmp_path / "run") if place == "disk" else "s3://bucket/run"
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.endpoint_url,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-    }.items():
+    for name, value in on_server(server).items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
     code, whole = run_example(tmp_path, str(tmp_path / "whole"))
     assert (code, list(whole)) == (0, list("01234567"))
@@ -160,24 +165,41 @@ def test_a_signal_saves_and_the_next_run_resumes(tmp_path: Path) -> None:
     assert list(dict(re.findall(r"step (\d+) loss (\S+)", output))) == ["4", "5"]
 
 
-def test_lightnings_own_last_finds_nothing_at_a_url(server: S3Server) -> None:
-    """`ckpt_path="last"` begins at step 0 with a warning: the reason for `last_checkpoint`."""
-    lightning: Any = importlib.import_module("lightning")
-    callbacks: Any = importlib.import_module("lightning.pytorch.callbacks")
-    options = server.storage_options
-    fsspec: Any = importlib.import_module("fsspec")
-    fsspec.config.conf["s3"] = options
-    try:
-        callback = callbacks.ModelCheckpoint(dirpath="s3://bucket/run", save_last=True)
-        adapter(storage_options=options).save_checkpoint({"epoch": 1}, "s3://bucket/run/last.ckpt")
-        trainer = lightning.Trainer(callbacks=[callback], logger=False, accelerator="cpu")
-        paths = callback._find_last_checkpoints(trainer)  # noqa: SLF001  # as fit asks
-    finally:
-        del fsspec.config.conf["s3"]
-    assert paths == {"bucket/run/last.ckpt"}
-    module: Any = importlib.import_module("ckpt_storage.integrations.lightning")
-    url = module.last_checkpoint("s3://bucket/run", storage_options=options)
-    assert url == "s3://bucket/run/last.ckpt"
+LAST = """
+import json, sys
+import lightning_fit
+from ckpt_storage.integrations import lightning as ours
+from lightning.pytorch import callbacks
+name, url, steps = json.loads(sys.argv[1])
+kind = getattr(ours, name, None) or getattr(callbacks, name)
+lightning_fit.keep = lambda url: kind(url, "{step}", every_n_train_steps=2, save_last=True)
+trainer = lightning_fit.trainer(url, steps)
+trainer.fit(lightning_fit.Regression(), lightning_fit.data(), ckpt_path="last")
+"""
+
+
+@pytest.mark.parametrize(
+    ("callback", "place", "steps"),
+    [
+        ("StorageModelCheckpoint", "s3://bucket/run", "45"),
+        ("StorageModelCheckpoint", "run", "45"),
+        # Lightning's own finds nothing at a URL: a warning, and training begins anew.
+        ("ModelCheckpoint", "s3://bucket/run", "012345"),
+        ("ModelCheckpoint", "run", "45"),
+    ],
+)
+def test_last_resumes(
+    tmp_path: Path, server: S3Server, callback: str, place: str, steps: str
+) -> None:
+    """`fit(ckpt_path="last")` begins at 0 the first time, and continues the second time."""
+    script = tmp_path / "last.py"
+    script.write_text(LAST, encoding="utf-8")
+    environment = {**ENVIRONMENT, **on_server(server)}
+    for total, trained in ((4, "0123"), (6, steps)):
+        job = json.dumps([callback, place, total])
+        code, output = run_script(script, job, folder=tmp_path, environment=environment)
+        assert code == 0, output
+        assert list(dict(re.findall(r"step (\d+) loss (\S+)", output))) == list(trained)
 
 
 def test_a_module_takes_weights_without_a_trainer(tmp_path: Path) -> None:
@@ -202,6 +224,7 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
             script, job, folder=tmp_path, environment=ENVIRONMENT, ranks=ranks
         )
         assert code == 0, output
+        assert "has no step" not in output
         loaded: dict[str, Any] = torch.load(tmp_path / out)
         return loaded
 

@@ -6,8 +6,10 @@ Ranges are those of RFC 9110, section 14: a server may ignore them and answer 20
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +26,9 @@ from servers import send
 
 import ckpt_storage
 from ckpt_storage import (
+    CheckpointGoneError,
     CheckpointStorageReader,
+    IntegrityError,
     InvalidInputError,
     RetryPolicy,
     StorageError,
@@ -213,28 +217,68 @@ def test_a_root_cannot_be_listed(web: Web) -> None:
             call(web.url)
 
 
-def _stock(folder: Path) -> None:
-    dcp.save(STATE, checkpoint_id=folder, no_dist=True)
-
-
-def _export(folder: Path) -> None:
-    ckpt_storage.save(STATE, folder.with_name("source"), sync_files=False)
-    ckpt_storage.consolidate(folder.with_name("source"), folder)
-
-
-@pytest.mark.parametrize("write", [_stock, _export])
-@pytest.mark.parametrize("read", [_load, _opened, _exported])
-def test_a_checkpoint_of_another_writer_is_refused_over_http(
-    tmp_path: Path, write: Callable[[Path], None], read: Callable[[str, Path], object]
+@pytest.mark.parametrize("read", [_load, _dcp_load, _opened, _exported, _converted])
+def test_a_checkpoint_of_stock_dcp_is_read_over_http(
+    tmp_path: Path, read: Callable[[str, Path], object]
 ) -> None:
-    """Which files belong to one is known by a listing; the error says that HTTP has none."""
-    write(tmp_path / "www" / "run")
+    """HTTP has no listing: `.metadata` names the files."""
+    dcp.save(STATE, checkpoint_id=tmp_path / "www" / "run", no_dist=True)
+    with served(tmp_path / "www") as server:
+        assert same(read(f"{server.url}/run", tmp_path), STATE)
+        assert {method for method, _, _ in server.requests} <= {"GET", "HEAD"}
+        assert ckpt_storage.verify(f"{server.url}/run").ok
+
+
+@pytest.mark.parametrize("max_file_bytes", ["5GB", "600KB"])
+def test_weight_files_are_read_over_http(tmp_path: Path, max_file_bytes: str) -> None:
+    """One file has its known name; of several the index, which has one too, names the others."""
+    ckpt_storage.save(STATE, tmp_path / "source", sync_files=False)
+    ckpt_storage.consolidate(
+        tmp_path / "source", tmp_path / "www" / "run", max_file_bytes=max_file_bytes
+    )
+    with (
+        served(tmp_path / "www") as server,
+        ckpt_storage.open_checkpoint(f"{server.url}/run") as opened,
+    ):
+        tensors = {name: opened[name].torch() for name in opened}
+    assert same(tensors, STATE["model"])
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    """A stock checkpoint whose values are gone is damaged, not absent."""
+    dcp.save(STATE, checkpoint_id=tmp_path / "www" / "run", no_dist=True)
+    for file in (tmp_path / "www" / "run").glob("*.distcp"):
+        file.unlink()
+    with (
+        served(tmp_path / "www") as server,
+        pytest.raises(IntegrityError, match=r"__0_0\.distcp, which .* needs, is missing"),
+    ):
+        ckpt_storage.load(_empty(), f"{server.url}/run")
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_save_over_an_open_one_is_noticed(tmp_path: Path) -> None:
+    """Stock DCP writes the same names again: values of two saves must not mix."""
+    folder = tmp_path / "www" / "run"
+    dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+    with (
+        served(tmp_path / "www") as server,
+        ckpt_storage.open_checkpoint(f"{server.url}/run") as opened,
+    ):
+        dcp.save({**STATE, "more": torch.zeros(9)}, checkpoint_id=folder, no_dist=True)
+        with pytest.raises(CheckpointGoneError, match="was written again"):
+            opened["model.layers.3.w"][:]
+
+
+def test_a_copy_of_another_writers_checkpoint_is_refused_over_http(tmp_path: Path) -> None:
+    """It copies all files of a folder, which only a listing names."""
+    dcp.save(STATE, checkpoint_id=tmp_path / "www" / "run", no_dist=True)
     with (
         served(tmp_path / "www") as server,
         pytest.raises(UnsupportedByStoreError, match="HTTP has no listing") as caught,
     ):
-        read(f"{server.url}/run", tmp_path)
-    assert "checkpoints of other writers" in str(caught.value)
+        ckpt_storage.copy(f"{server.url}/run", tmp_path / "copy")
+    assert "copies of checkpoints of other writers" in str(caught.value)
 
 
 WRITERS: dict[str, Callable[[str], object]] = {
@@ -257,7 +301,7 @@ def test_what_writes_is_refused_before_a_request(web: Web, writer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["github://run", "tar://run", "simplecache::s3://b/r", "zip://run::file:///x.zip"]
+    "url", ["github://run", "libarchive://run", "simplecache::s3://b/r", "zip://run::file:///x.zip"]
 )
 def test_other_read_only_schemes_are_refused_by_name(url: str) -> None:
     """They wrap another file system, or need a client that is not tried."""
@@ -266,19 +310,37 @@ def test_other_read_only_schemes_are_refused_by_name(url: str) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, *, stock: bool) -> None:
-    """`fo` names the archive; checkpoints of stock DCP are listed there."""
+@pytest.mark.parametrize("kind", ["zip", "tar", "gztar"])
+def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, kind: str, *, stock: bool) -> None:
+    """`fo` names the archive; checkpoints of stock DCP are listed there.
+
+    Names in the tar archives of `shutil` begin with "./", as those of `tar cf run.tar .` do.
+    """
     folder = tmp_path / "www" / "run"
     if stock:
         dcp.save(STATE, checkpoint_id=folder, no_dist=True)
     else:
         ckpt_storage.save(STATE, folder, sync_files=False)
-    options = {"fo": shutil.make_archive(str(tmp_path / "all"), "zip", tmp_path / "www")}
-    ckpt_storage.load(target := _empty(), "zip://run", storage_options=options)
+    options = {"fo": shutil.make_archive(str(tmp_path / "all"), kind, tmp_path / "www")}
+    scheme = kind.removeprefix("gz")
+    url = f"{scheme}://run"
+    ckpt_storage.load(target := _empty(), url, storage_options=options)
     assert same(target, STATE)
-    assert ckpt_storage.verify("zip://run", storage_options=options).ok
-    assert [
-        info.name for info in ckpt_storage.list_checkpoints("zip://", storage_options=options)
-    ] == ["run"]
-    with pytest.raises(InvalidInputError, match="zip:// can only be read"):
-        ckpt_storage.save(STATE, "zip://run", storage_options=options)
+    assert ckpt_storage.verify(url, storage_options=options).ok
+    infos = ckpt_storage.list_checkpoints(f"{scheme}://", storage_options=options)
+    assert [info.name for info in infos] == ["run"]
+    with pytest.raises(InvalidInputError, match=f"{scheme}:// can only be read"):
+        ckpt_storage.save(STATE, url, storage_options=options)
+
+
+def test_a_file_that_an_archive_links_is_read(tmp_path: Path) -> None:
+    """`tar` stores the second name of a file, such as `cp -l` makes it, as a link."""
+    ckpt_storage.save(STATE, tmp_path / "www" / "run", sync_files=False)
+    twin = tmp_path / "www" / "twin"
+    shutil.copytree(twin.with_name("run"), twin, copy_function=os.link)
+    options = {"fo": shutil.make_archive(str(tmp_path / "all"), "tar", tmp_path / "www")}
+    with tarfile.open(options["fo"]) as archive:
+        links = [member.name for member in archive if member.islnk()]
+    assert any(name.startswith("./twin/") for name in links), links
+    ckpt_storage.load(target := _empty(), "tar://twin", storage_options=options)
+    assert same(target, STATE)

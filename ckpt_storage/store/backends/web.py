@@ -96,8 +96,8 @@ class WebBackend(CloudBackend):
             self._location.url,
             below,
             "cannot be listed: HTTP has no listing",
-            "Give the URL of one checkpoint of ckpt_storage; roots, exports and checkpoints of "
-            "other writers are read from storages that list.",
+            "Give the URL of one checkpoint. Roots, and copies of checkpoints of other writers, "
+            "need a storage that lists.",
         )
 
     def _refuse(self, *_: Any, **__: Any) -> Never:
