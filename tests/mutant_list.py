@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["MUTANTS", "Mutant"]
+
+_QUICK = frozenset({"api", "format", "protocol", "stores", "unit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,12 @@ class Mutant:
     def room(self) -> str:
         """The folder of the package that the module is in."""
         return self.path.partition("/")[0]
+
+    @property
+    def tier(self) -> Literal["quick", "other"]:
+        """The tier of its tests: that of plain `pytest`, or one of the others."""
+        folders = {test.split("/")[1] for test in self.tests}
+        return "quick" if folders <= _QUICK else "other"
 
 
 _ALONE = "tests/api/test_consolidate_alone.py"
@@ -632,8 +641,8 @@ _STORE_MUTANTS = [
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/range_reads.py",
-        "lent.release()",
-        "lent.tobytes",
+        "buffer.release()",
+        "buffer.tobytes",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -1040,8 +1049,8 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
-        "if error.kind not in COPY_REFUSALS:",
+        '{*COPY_REFUSALS, "not-found", ',
+        "{*COPY_REFUSALS, ",
         [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
     ),
     Mutant(
@@ -1406,8 +1415,8 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/torchfile.py",
-        "checks = iter([self._check, self._check_anew])",
-        "checks = iter([self._check, self._check])",
+        "again = partial(self._check_anew, key)",
+        "again = partial(self._check, key)",
         [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
     ),
     Mutant(
@@ -1421,6 +1430,18 @@ _EXPORT_MUTANTS = [
         "            old |= here & {seal.file.path for seal in seals if seal}\n",
         "",
         [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "if save_id is not None or exports.NAMES_PATH in entries:",
+        "if save_id is not None:",
+        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "was_there = save_id is not None and _has_export",
+        "was_there = _has_export",
+        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked"],
     ),
     Mutant(
         "export/layout.py",

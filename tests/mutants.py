@@ -56,6 +56,11 @@ class Result:
     mutant: Mutant
     outcome: Outcome
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether a test failed, or did not end."""
+        return self.outcome in {"killed", "hung"}
+
 
 class Copy:
     """A copy of the checkout, in which one mutant at a time is tested."""
@@ -154,12 +159,14 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _report(results: list[Result], seconds: float) -> int:
-    """Print the score by room; return the exit code."""
-    rooms = sorted({result.mutant.room for result in results})
-    for room in rooms:
-        counts = Counter(result.outcome for result in results if result.mutant.room == room)
-        print(f"{room:14} {dict(counts)}")  # noqa: T201  # a script
-    killed = sum(result.outcome in {"killed", "hung"} for result in results)
+    """Print the score by room and by the tier of the tests; return the exit code."""
+    row = "{:14} {:>7} {:>7} {:>14} {:>14}".format
+    print(row("room", "mutants", "killed", "by quick tier", "by other tiers"))  # noqa: T201  # a script
+    for room in [*sorted({result.mutant.room for result in results}), "all"]:
+        own = [result for result in results if room in {"all", result.mutant.room}]
+        killers = Counter(result.mutant.tier for result in own if result.is_killed)
+        print(row(room, len(own), killers.total(), killers["quick"], killers["other"]))  # noqa: T201  # a script
+    killed = sum(result.is_killed for result in results)
     print(f"killed {killed} of {len(results)} in {seconds:.0f} s")  # noqa: T201  # a script
     return 0 if results and killed >= _GOAL * len(results) else 1
 
