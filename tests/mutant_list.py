@@ -345,6 +345,12 @@ _INSPECT_MUTANTS = [
     ),
     Mutant(
         "inspect/views.py",
+        "([0-9]{1,18})",
+        "([0-9]+)",
+        [f"{_ALONE}::test_names_with_thousands_of_digits_are_exported"],
+    ),
+    Mutant(
+        "inspect/views.py",
         "html.escape(shown(str(text)), quote=True)",
         "html.escape(shown(str(text)), quote=False)",
         [f"{_COMPARED}::test_html_runs_nothing_and_escapes_names"],
@@ -1442,6 +1448,12 @@ _EXPORT_MUTANTS = [
         "was_there = save_id is not None and _has_export",
         "was_there = _has_export",
         [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked"],
+    ),
+    Mutant(
+        "export/reads.py",
+        "if needed > limit:",
+        "if needed < 0:",
+        [f"{_CONVERT}::test_a_strided_tensor_counts_as_often_as_it_is_held"],
     ),
     Mutant(
         "export/layout.py",

@@ -17,7 +17,7 @@ from dcp_cases import same
 from safetensors.torch import load_file
 
 from ckpt_storage import CheckpointInfo, InvalidInputError, delete
-from ckpt_storage.cli import change
+from ckpt_storage.cli import change, main
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -40,6 +40,19 @@ def refused(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str
     result = call(*arguments, env=env)
     assert result.exit_code == 2, result.output
     return result.output
+
+
+def test_windows_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before a module is missing that only other systems have."""
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ckpt-storage runs on Linux and macOS. On Windows, use WSL."
+    ]
 
 
 def test_every_command_explains_itself() -> None:
