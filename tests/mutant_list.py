@@ -1188,7 +1188,7 @@ _DCP_MUTANTS = [
         "dcp/border.py",
         "pickle.loads(pickle.dumps(error))",
         "pickle.dumps(error)",
-        ["tests/ranks/test_rank_errors.py"],
+        ["tests/api/test_dcp_bad_input.py"],
     ),
     Mutant(
         "dcp/writer.py",
