@@ -201,7 +201,7 @@ class SegmentReader:
                 yield segment, origin, first, last
 
     def _loaded_of(self, piece: Piece, place: ChunkPlace) -> Bits:
-        """Return the elements of an item that is no plain one: torch reads it whole."""
+        """Return the elements of an item that is not stored plainly: torch reads it whole."""
         from ckpt_storage.inspect.torchload import load_whole, words_of  # noqa: PLC0415  # torch
 
         with self._lock:

@@ -182,9 +182,17 @@ def choose_model(
         what = f"No tensor is left to export; {len(reasons)} values are left out."
         step = "Name what you want with include=, as FQNs or patterns."
         raise InvalidInputError(what, next_step=step)
-    stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in exported])
-    stripped = "" if callable(options.rename) else _with_wrappers(stripped, exported)
-    names = _names(exported, stripped, options)
+    stripped = ""
+    if not callable(options.rename):
+        container = _container_of([paths[fqn] for fqn in exported])
+        stripped = _with_wrappers(container, exported)
+    names = new_names(
+        exported,
+        options.rename,
+        default=lambda fqn: fqn.removeprefix(stripped).replace(_COMPILED, ""),
+        what="tensor that goes out",
+        refused=("__metadata__",),
+    )
     tied: dict[str, str] = {}
     if options.tied != "keep":
         wanted = options.tied if isinstance(options.tied, Mapping) else {}
@@ -323,17 +331,6 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Reasons:
         because = f"it lies outside {models[0]!r}, which holds the model"
         reasons |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
         level, depth = inside, depth + 1
-
-
-def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
-    """Return the name of every tensor; raises for what cannot be one and for duplicates."""
-    return new_names(
-        fqns,
-        options.rename,
-        default=lambda fqn: fqn.removeprefix(stripped).replace(_COMPILED, ""),
-        what="tensor that goes out",
-        refused=("__metadata__",),
-    )
 
 
 def _all_ties(

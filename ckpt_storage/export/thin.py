@@ -71,13 +71,13 @@ def thin(
     running raises `CheckpointGoneError`. No byte is read of shard files of which all values stay:
     they are linked on a file system, and S3, Google Cloud Storage and Azure copy them. Elsewhere,
     and in other files, the values that stay are read and written. If it is interrupted, the
-    checkpoint is the whole or the thin one; call again to complete it. One process calls it.
+    checkpoint is whole or thin; call again to complete it. One process calls it.
     Exports of the whole save stay, and are stale.
 
     Args:
-        url: the checkpoint, one of ours.
+        url: a checkpoint of ours.
         drop: FQNs and glob patterns; those that match nothing are passed over.
-        expected_save_id: thin this save only, and not one that has replaced it.
+        expected_save_id: thin this save only, and not a save that has replaced it.
         storage_options: passed to the fsspec file system.
         copies: "never" reads and writes what stays.
         thread_count: requests in flight.
@@ -146,18 +146,13 @@ def _thinning(
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
     manifest = read_manifest(context.source, head)
     values = {*manifest.tensors, *manifest.blobs}
-    patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
+    drop: Any = spec.exclude  # a list, as `thin` makes it
+    patterns = [
+        text for text in drop if any(fqn == text or fnmatchcase(fqn, text) for fqn in values)
+    ]
     # Without any the checkpoint is thin already: the version is that of the target's head.
     context.spec = spec = replace(spec, exclude=patterns or None)
     return _Thinning(context, committed_version(context, spec, head, slots))
-
-
-def _patterns(spec: CopySpec) -> list[str]:
-    return [spec.exclude] if isinstance(spec.exclude, str) else list(spec.exclude or ())  # type: ignore[arg-type]  # no function
-
-
-def _matches(fqn: str, pattern: str) -> bool:
-    return fqn == pattern or fnmatchcase(fqn, pattern)
 
 
 class _Thinning(CopyOfPart):
@@ -167,10 +162,10 @@ class _Thinning(CopyOfPart):
         """Return the `part` of the commit record, with the patterns of earlier thinnings."""
         head = self.source.record
         before = head.part if head.is_thinned else {}
-        dropped = [*(before.get("exclude") or ()), *_patterns(self.spec)]
+        drop: Any = self.spec.exclude
         return {
             "of": self.source.save_id,
-            "exclude": sorted({*dropped}),
+            "exclude": sorted({*(before.get("exclude") or ()), *drop}),
             "created_at": before.get("created_at", head.created_at),
             "slot": before.get("slot", head.slot),
         }

@@ -89,7 +89,7 @@ class TorchFile(Conversion):
         try:
             _append(archive, "data.pkl", [main.getvalue()])
             # No ".format_version": it would let torch compute where records lie, as its own zip
-            # writer places them. Without it torch looks each one up.
+            # writer places them. Without it torch looks each record up.
             _append(archive, "byteorder", [b"little"])
             for number, (data, fqn) in enumerate(stored):
                 held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
@@ -168,7 +168,7 @@ def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryv
     assert stream is not None  # noqa: S101  # it is open
     # The header, the name, the length in 64 bits, and the head of the padding.
     padding = -(stream.tell() + 30 + len(info.filename) + 20 + 4) % _ALIGN_BYTES
-    # The id is the one that torch writes; no reader needs it.
+    # Torch writes this id; no reader needs it.
     info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=True) as file:
         for view in views:
