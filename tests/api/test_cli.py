@@ -393,6 +393,18 @@ def test_cp_that_leaves_a_damaged_export_out_exits_with_one(tmp_path: Path) -> N
     assert answer("cp", tmp_path / "c", tmp_path / "d", code=1)["failed_exports"].keys() == {"hf"}
 
 
+def test_cp_of_a_damaged_export_exits_with_one(tmp_path: Path) -> None:
+    """By its own URL, too: its record has the checksum of each weight file."""
+    save({"w": torch.ones(100)}, tmp_path / "c")
+    export = tmp_path / "c" / "hf"
+    assert call("consolidate", tmp_path / "c").exit_code == 0
+    assert call("cp", export, tmp_path / "sound").exit_code == 0
+    flip(export / "model.safetensors", -1)
+    result = call("cp", export, tmp_path / "d")
+    assert result.exit_code == 1
+    assert "model.safetensors is damaged" in " ".join(result.output.split())
+
+
 def test_options_come_from_a_file_and_the_command_line(
     tmp_path: Path, server: S3Server, last: Path
 ) -> None:
