@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ckpt_storage import errors
 from ckpt_storage.commit import cleaning, deletion
@@ -24,7 +23,7 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import read_manifest
 from ckpt_storage.store import Location, redacted_url
 
-from .copy_base import CopySource, CopySpec
+from .copy_base import CopySpec
 from .copy_part import CopyOfPart, committed_version
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
@@ -116,18 +115,17 @@ def thin(
             progress=progress,
         )
 
-    make_export = partial(_thinning, expected_save_id=expected_save_id)
-    report: object = run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
-    assert isinstance(report, ThinReport)  # noqa: S101  # as `_Thinning.report` makes it
-    return report
+    def make_export(context: ExportContext, _version: SourceVersion | None) -> _Thinning:
+        # This rank is alone, so it has no version of a coordinator.
+        return _find(context, expected_save_id)
+
+    return cast(
+        "ThinReport", run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
+    )
 
 
-def _thinning(
-    context: ExportContext, version: SourceVersion | None, *, expected_save_id: str | None
-) -> _Thinning:
-    """Return the export of a thinning; the coordinator, the only rank, reads the commit log."""
-    if isinstance(version, CopySource):
-        return _Thinning(context, version)
+def _find(context: ExportContext, expected_save_id: str | None) -> _Thinning:
+    """Return the thinning of the newest save in the commit log."""
     store, spec = context.target, context.spec
     slots = deletion.log_to_extend(store)
     head = slots.head
