@@ -118,7 +118,8 @@ class Copy:
         self._fork_server.start(log, run_pytest, str(self._folder), arguments)
         (code,) = exit_codes([log], limit_s)
         output = Path(f"{log}.out").read_text(errors="replace")
-        if code not in {0, 1, 2, None}:
+        # By a signal it ends, after failed tests, where threads of theirs still run.
+        if code is not None and code > 2:  # noqa: PLR2004  # pytest's codes for tests are 0 to 2
             print(f"pytest ended with {code}:\n{output[-4000:]}")  # noqa: T201  # a script
             os._exit(2)
         return code, output
