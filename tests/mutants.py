@@ -51,7 +51,7 @@ Outcome = Literal["killed", "hung", "survived", "not applied"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a mutant."""
+    """A mutant and the outcome of its tests."""
 
     mutant: Mutant
     outcome: Outcome
@@ -118,8 +118,8 @@ class Copy:
         self._fork_server.start(log, run_pytest, str(self._folder), arguments)
         (code,) = exit_codes([log], limit_s)
         output = Path(f"{log}.out").read_text(errors="replace")
-        # By a signal it ends, after failed tests, where threads of theirs still run.
-        if code is not None and code > 2:  # noqa: PLR2004  # pytest's codes for tests are 0 to 2
+        # Codes of tests are 0 to 2; after failed tests, threads that still run may abort pytest.
+        if code is not None and code > 2:
             print(f"pytest ended with {code}:\n{output[-4000:]}")  # noqa: T201  # a script
             os._exit(2)
         return code, output
