@@ -166,7 +166,9 @@ def choose_model(
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
     reasons: _Reasons = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
-        per_rank = {fqn for fqn, path in paths.items() if any(map(_is_per_rank, path))}
+        per_rank = {
+            fqn for fqn, path in paths.items() if any(map(parse_per_rank_key, map(str, path)))
+        }
         reasons |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
         reasons |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
     else:
@@ -288,10 +290,6 @@ def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
         return path
     head, dot, rest = fqn.partition(".")
     return (head, rest) if dot and _foreign_state(head) else (fqn,)
-
-
-def _is_per_rank(key: str | int) -> bool:
-    return parse_per_rank_key(str(key)) is not None
 
 
 def _foreign_state(key: str) -> Reason | None:

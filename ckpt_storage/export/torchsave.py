@@ -8,8 +8,7 @@ import pickle
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +19,14 @@ from ckpt_storage import errors
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.format.manifest import INT_KEY, int_keys_of
 from ckpt_storage.inspect.torchload import refusal_of
-from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
 
 from .conversion import Conversion
 from .layout import Files
-from .output import ExportContext, ResumeState, WriteSummary
-from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
-from .reads import SegmentReader
+from .output import ResumeState, WriteSummary
+from .plan import elements_of
+from .reads import values_reader
 from .select import Selected
 
 _ALIGN_BYTES = 64
@@ -66,7 +64,8 @@ class TorchFile(Conversion):
         pickler.dump(_nested({**self._objects(), **tensors}, self.source.planner_data or {}))
         stored = [(data, fqns.get(key)) for key, (_, data) in pickler.stored.items()]
         streamed = [elements_of(fqn, self.chosen.tensors[fqn]) for _, fqn in stored if fqn]
-        read = _reading(context, self.source, streamed)
+        ranges = RangeReader(context.source, context.options)
+        read = values_reader(ranges, self.source, streamed)
         store.make_folders([])
         if not store.capabilities.atomic_replace:
             store.delete([name])
@@ -111,8 +110,9 @@ class TorchFile(Conversion):
 
     def _objects(self) -> dict[str, object]:
         """Return the values that are no tensors."""
-        blobs, is_safe = self.stored_blobs(), not self.spec.unsafe_pickle
-        read = _reading(self.context, self.source, blobs)
+        is_safe = not self.spec.unsafe_pickle
+        ranges = RangeReader(self.context.source, self.context.options)
+        read = values_reader(ranges, self.source, self.stored_blobs())
         objects: dict[str, object] = {}
         for fqn in self.chosen.blobs:
             file = io.BytesIO(b"".join(read(fqn)))
@@ -129,37 +129,6 @@ class TorchFile(Conversion):
                     "unsafe_pickle=True.",
                 ) from error
         return objects
-
-
-def _reading(
-    context: ExportContext, source: Source, segments: Sequence[Elements | Stored]
-) -> Callable[[str], Iterator[memoryview]]:
-    """Return a function that yields an FQN's bytes, read in windows; FQNs must come in order."""
-    # Each begins where an element of any dtype may, so that no window cuts one.
-    gaps = [Fixed(b"\0" * (-part.size_bytes % ELEMENTS_BYTES)) for part in segments]
-    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
-    file = OutFile(name="", segments=parts)
-    starts = {part.fqn: at for at, part in zip(file.starts[::2], segments, strict=False)}
-    sizes = {part.fqn: part.size_bytes for part in segments}
-    reader = SegmentReader([file], source, RangeReader(context.source, context.options))
-    step = context.options.part_bytes - context.options.part_bytes % ELEMENTS_BYTES
-
-    @lru_cache(maxsize=1)
-    def window_at(begin: int) -> memoryview:
-        window = memoryview(bytearray(min(step, file.size_bytes - begin)))
-        reader.prepare(0, begin, begin + len(window))
-        reader.fill(0, begin, begin + len(window), window)
-        return window
-
-    def read(fqn: str) -> Iterator[memoryview]:
-        at = starts[fqn]
-        end = at + sizes[fqn]
-        while at < end:
-            view = window_at(at - at % step)[at % step :][: end - at]
-            at += len(view)
-            yield view
-
-    return read
 
 
 def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryview]) -> None:
