@@ -75,8 +75,8 @@ def copy(  # the public surface, all keyword-only
         include: which values go over: FQNs and glob patterns, or a function of the FQN. Of a
             checkpoint of ours only.
         exclude: which of them do not.
-        overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
-            which the copy replaces it; those of other writers cannot.
+        overwrite: replace a checkpoint at `dst`. A checkpoint of ours stays readable until the
+            copy replaces it; those of other writers do not.
         copies: "auto" lets the storage itself copy, if both lie on the same storage and it can;
             "never" reads and sends every byte, and links nothing.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
