@@ -7,11 +7,11 @@ import os
 from dataclasses import replace
 
 from ckpt_storage import errors
-from ckpt_storage.commit import slotlog
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.format import exports, names
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.opening import open_source
+from ckpt_storage.transfer import objects
 
 from .copy_base import Copy, CopyReport, CopySpec
 from .copy_foreign import open_foreign
@@ -66,7 +66,7 @@ def _is_of(context: ExportContext, folder: str, save_id: str) -> bool:
     """Return whether the index in a folder names the save; an index that does not is read twice."""
     store, path = context.source, f"{folder}/{names.INDEX_NAME}"
     for _ in range(2):
-        index = slotlog.read_or_none(store, path)
+        index = objects.read_or_none(store, path)
         if index is None:
             break
         tag = exports.IndexTag.of(index.data)

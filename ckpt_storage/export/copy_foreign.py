@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from ckpt_storage import errors
-from ckpt_storage.commit import slotlog
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import unseal
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import Source
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer import objects
+from ckpt_storage.transfer.objects import read_twice
 
 from .copy_base import Copy, CopyReport, CopySource, whole_file
 from .folder import PlainFolder
@@ -48,8 +48,8 @@ def open_foreign(context: ExportContext, source: Source, save_id: str | None = N
     that has the export already keeps it. Else such a target is a checkpoint that is in the way.
     """
     spec = context.spec
-    objects = context.source.list("", unsafe_names="refuse")
-    entries = {info.path: info for info in objects if _is_content(info.path)}
+    listing = context.source.list("", unsafe_names="refuse")
+    entries = {info.path: info for info in listing if _is_content(info.path)}
     if exports.GUARD_NAME in entries:
         raise in_progress(spec.source.url)
     if spec.target.is_local:
@@ -83,7 +83,7 @@ def _read_export(store: Store, save_id: str | None) -> tuple[exports.ExportRecor
     path = names.INDEX_NAME
 
     def read() -> tuple[exports.ExportRecord, bytes]:
-        content = slotlog.read_or_none(store, path)
+        content = objects.read_or_none(store, path)
         if content is None:
             raise _not_whole(path, "is missing")
         tag = exports.IndexTag.of(content.data)
@@ -93,10 +93,10 @@ def _read_export(store: Store, save_id: str | None) -> tuple[exports.ExportRecor
             raise _not_whole(path, what)
         record_path = exports.export_path(tag.fingerprint)
         decode = partial(exports.ExportRecord.decode, path=record_path)
-        record = slotlog.read_decoded(store, record_path, decode)
+        record = objects.read_decoded(store, record_path, decode)
         if record is None:
             raise _not_whole(record_path, "is missing: it is the record of the export")
-        slotlog.check_document(content.data, record.index)
+        objects.check_document(content.data, record.index)
         return record, content.data
 
     return read_twice(store, path, read)
@@ -113,17 +113,17 @@ def _checksums(
     """Return the CRC-32C of the weight files, the index and the documents of an export by path."""
     crcs = {file.path: file.crc32c for file in (*record.files, record.index)}
     for path in documents:
-        data = slotlog.read_decoded(store, path, partial(_sound_document, path))
+        data = objects.read_decoded(store, path, partial(_sound_document, path))
         crcs |= {} if data is None else {path: crc32c_of(data)}
     return crcs
 
 
 def _has_export(store: Store, index: bytes) -> bool:
     """Return whether the target has the export with this index, complete."""
-    target_index = slotlog.read_or_none(store, names.INDEX_NAME)
+    target_index = objects.read_or_none(store, names.INDEX_NAME)
     was_put = target_index is not None and target_index.data == index
     # The guard is still there if an earlier copy stopped just before its end.
-    return was_put and not slotlog.is_there(store, exports.GUARD_NAME)
+    return was_put and not objects.is_there(store, exports.GUARD_NAME)
 
 
 def _sound_document(path: str, data: bytes) -> bytes:

@@ -19,7 +19,7 @@ from dcp_cases import same
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
 from ckpt_storage.background import worker_process
-from ckpt_storage.coordination.liveness import FailureDetector
+from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.testing.ranks import RankPool
 
 Cell = tuple[cases.Where, int]
