@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["MUTANTS", "Mutant"]
+
+_QUICK = frozenset({"api", "format", "protocol", "stores", "unit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,12 @@ class Mutant:
     def room(self) -> str:
         """The folder of the package that the module is in."""
         return self.path.partition("/")[0]
+
+    @property
+    def tier(self) -> Literal["quick", "other"]:
+        """The tier of its tests: that of plain `pytest`, or one of the others."""
+        folders = {test.split("/")[1] for test in self.tests}
+        return "quick" if folders <= _QUICK else "other"
 
 
 _ALONE = "tests/api/test_consolidate_alone.py"
@@ -356,6 +365,12 @@ _INSPECT_MUTANTS = [
     ),
     Mutant(
         "inspect/views.py",
+        "([0-9]{1,18})",
+        "([0-9]+)",
+        [f"{_ALONE}::test_names_with_thousands_of_digits_are_exported"],
+    ),
+    Mutant(
+        "inspect/views.py",
         "html.escape(shown(str(text)), quote=True)",
         "html.escape(shown(str(text)), quote=False)",
         [f"{_COMPARED}::test_html_runs_nothing_and_escapes_names"],
@@ -659,7 +674,7 @@ _STORE_MUTANTS = [
     Mutant(
         "store/range_reads.py",
         "buffer.release()",
-        "buffer.tobytes()",
+        "buffer.tobytes",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -1219,7 +1234,7 @@ _DCP_MUTANTS = [
         "dcp/border.py",
         "pickle.loads(pickle.dumps(error))",
         "pickle.dumps(error)",
-        ["tests/ranks/test_rank_errors.py"],
+        ["tests/api/test_dcp_bad_input.py"],
     ),
     Mutant(
         "dcp/writer.py",
@@ -1452,8 +1467,8 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/torchfile.py",
-        "checks = iter([self._check, self._check_anew])",
-        "checks = iter([self._check, self._check])",
+        "again = partial(self._check_anew, key)",
+        "again = partial(self._check, key)",
         [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
     ),
     Mutant(
@@ -1467,6 +1482,24 @@ _EXPORT_MUTANTS = [
         "            old |= here & {seal.file.path for seal in seals if seal}\n",
         "",
         [f"{_COPY}::test_files_of_an_unfinished_copy_do_not_stay_beside_another"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "if save_id is not None or exports.NAMES_PATH in entries:",
+        "if save_id is not None:",
+        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "was_there = save_id is not None and _has_export",
+        "was_there = _has_export",
+        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked"],
+    ),
+    Mutant(
+        "export/reads.py",
+        "if needed > limit:",
+        "if needed < 0:",
+        [f"{_CONVERT}::test_a_strided_tensor_counts_as_often_as_it_is_held"],
     ),
     Mutant(
         "export/layout.py",

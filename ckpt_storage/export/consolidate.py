@@ -226,7 +226,7 @@ class ConsolidateSpec(ExportSpec):
         )
 
     def first_phase(self, *, is_alone: bool) -> Phase:
-        """Return the phase of planning; after a save, whose plan phase is over, the only one."""
+        """Return the phase of planning; after a save, whose plan phase is over, its only phase."""
         del is_alone
         return "plan" if self.slot is None else self.phase
 

@@ -17,10 +17,7 @@ from ckpt_storage.transfer.objects import is_there, stat_or_none
 
 from . import layout
 from .layout import Files, Shards
-from .options import (
-    Selection,
-    digest,
-)
+from .options import Selection, digest
 from .output import Export, ExportSpec, SourceVersion, WriteSummary, place_within
 from .plan import Fixed, Segment, Stored, elements_of
 from .select import FILES_PREFIX, Selected, select
@@ -34,7 +31,7 @@ class ConvertReport:
     """What `convert` did; both URLs are without credentials.
 
     source_format, format: of what was read and of what was written. save_id: of the checkpoint
-    that was written, if it is one of ours. kept_count: files that an earlier call, which died, had
+    of ours that was written, else None. kept_count: files that an earlier call, which died, had
     completed, and that are sound. total_bytes counts tensors only. dropped: FQNs that the target
     cannot hold, omitted as `unsupported` allows; excluded: those that a selection omitted.
     """

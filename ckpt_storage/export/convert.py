@@ -1,7 +1,7 @@
 """`convert`: the values of a checkpoint of one format, written in another.
 
 Memory holds windows of tensors, and objects. Until the last write readers find no checkpoint at the
-target, or the one that is being replaced, if that is one of ours.
+target, or the checkpoint that is being replaced, if that is ours.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def convert(  # the public surface, all keyword-only
     """Write the values of the checkpoint at `src` to `dst` in the format `to`.
 
     Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders,
-    folders of torch_checkpointing and files of `torch.save`. Every checksum there is is checked.
-    Values keep their names: tensors go over bit by bit, objects and nesting where the format has
-    them. `dst` shows the result all at once, at the end. After a failure or a kill, call it again
-    with the same arguments. Files of
-    "dcp", "dcp_safetensors" and "safetensors" that were complete, and are sound, are kept; the
-    other formats begin anew.
+    folders of torch_checkpointing and files of `torch.save`. Checksums of ours and of `torch.save`,
+    also in folders of torch_checkpointing, are checked; files of the other formats are checked for
+    their lengths. Values keep their names: tensors go over bit by bit, objects and nesting where
+    the format has them. `dst` shows the result all at once, at the end. After a failure or a kill,
+    call it again with the same arguments. Files of "dcp", "dcp_safetensors" and "safetensors" that
+    were complete, and are sound, are kept; the other formats begin anew.
 
     To make a model's weights of a training checkpoint, with its names and ties as `transformers`
     expects them, use `consolidate`.
@@ -91,7 +91,7 @@ def convert(  # the public surface, all keyword-only
             "drop" leaves them out and reports them. safetensors holds no objects, and not every
             dtype.
         overwrite: replace what is at `dst`. A file of `torch.save` on a storage that cannot replace
-            one in a single step is deleted before the new one is written.
+            a file in a single step is deleted before the new file is written.
         max_file_bytes: about how large a file gets; a tensor is never cut for it.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
@@ -170,7 +170,7 @@ def _conversion(context: ExportContext, version: SourceVersion | None) -> Conver
 
 
 class _ToFolder(Conversion, PlainFolder[ConvertReport]):
-    """Files of another format, with an index or `.metadata` if it has one."""
+    """Files of another format, with the index or `.metadata` that belongs to it."""
 
     @property
     def last(self) -> str:

@@ -52,17 +52,19 @@ def copy(  # the public surface, all keyword-only
 
     Every block is checked against the checkpoint's checksums, and nothing damaged is committed.
     `dst` shows the copy all at once, at the end, or not at all. Calling again after a failure or a
-    kill sends only what is missing. Of two calls at the same time, the later one ends the earlier.
-    Only the newest save is copied, and those exports directly below it that are of that save; one
-    that is damaged does not undo the copy, see `CopyReport.failed_exports`.
+    kill sends only what is missing. Of two calls at the same time, the later call ends the earlier.
+    Only the newest save is copied, and those exports directly below it that are of that save;
+    damaged exports do not undo the copy, see `CopyReport.failed_exports`.
 
     With `include` or `exclude` the copy is a checkpoint of a part, with a save id of its own. Shard
     files of which everything is wanted the storage copies by itself, in buckets, or they are linked
     in file systems: no byte of them is read, so `verify` the source if it may be damaged. Linked
     files take no space, and lose their write permissions.
 
-    Checkpoints of other writers have no checksums: all files below `src` are copied and compared by
-    length; the file that makes them a checkpoint is written last.
+    `src` may be the folder of an export of ours: its weight files and documents are checked against
+    its record. Other files below such a folder, and all files of checkpoints of other writers, have
+    no checksums: they are copied and compared by length. The file that makes the others a
+    checkpoint is written last.
 
     Args:
         src: what to copy.
@@ -73,9 +75,9 @@ def copy(  # the public surface, all keyword-only
         include: which values go over: FQNs and glob patterns, or a function of the FQN. Of a
             checkpoint of ours only.
         exclude: which of them do not.
-        overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
-            which the copy replaces it; those of other writers cannot.
-        copies: "auto" lets the storage itself copy where source and target share one that can;
+        overwrite: replace a checkpoint at `dst`. A checkpoint of ours stays readable until the
+            copy replaces it; those of other writers do not.
+        copies: "auto" lets the storage itself copy, if both lie on the same storage and it can;
             "never" reads and sends every byte, and links nothing.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
@@ -141,7 +143,7 @@ def _find(context: ExportContext) -> Copy:
     if place_within(context.source, context.target) is not None:
         raise errors.InvalidInputError(
             f"{spec.target.url} is the same place as {spec.source.url}, or "
-            "lies inside it: what is written to the one is seen in the other.",
+            "lies inside it: what is written there is seen in both.",
             next_step="Give a folder beside it.",
         )
     if head is not None:

@@ -35,7 +35,7 @@ log = logging.getLogger("ckpt_storage")
 
 
 class CopyOfCommitted(Copy):
-    """A copy of a checkpoint of ours, with its save id or another one."""
+    """A copy of a checkpoint of ours, with its save id or another."""
 
     source: CommittedSource
     record: SlotRecord | None = None

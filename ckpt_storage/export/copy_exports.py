@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from functools import partial
 
 from ckpt_storage import errors
 from ckpt_storage.coordination.group import RankGroup
@@ -45,16 +44,13 @@ def copy_exports(
             continue
         folder = path.rstrip("/")
         try:
-            tag = _tag_of(context, folder, save_id) if path.endswith("/") and save_id else None
-            export_report = _copy_export(spec, folder, tag) if tag else None
+            if path.endswith("/") and save_id and _is_of(context, folder, save_id):
+                copied[folder] = _copy_export(spec, folder, save_id)
         except errors.CheckpointError as error:
             log.warning("the export %s is not copied: %s", folder, error)
-            export_report = None
             if not isinstance(error, errors.CheckpointExistsError):
                 failed[folder] = str(error)
-        if export_report is not None:
-            copied[folder] = export_report
-        else:
+        if folder not in copied:
             left_out.append(folder if folder in failed else path)
     reports = [report, *copied.values()]
     return replace(
@@ -66,21 +62,21 @@ def copy_exports(
     )
 
 
-def _tag_of(context: ExportContext, folder: str, save_id: str) -> exports.IndexTag | None:
-    """Return the tag of an index; None if two reads of it do not name the save."""
+def _is_of(context: ExportContext, folder: str, save_id: str) -> bool:
+    """Return whether the index in a folder names the save; an index that does not is read twice."""
     store, path = context.source, f"{folder}/{names.INDEX_NAME}"
     for _ in range(2):
         index = objects.read_or_none(store, path)
-        tag = None if index is None else exports.IndexTag.of(index.data)
-        if tag is not None and tag.save_id == save_id:
-            return tag
         if index is None:
             break
+        tag = exports.IndexTag.of(index.data)
+        if tag is not None and tag.save_id == save_id:
+            return True
         store.drop_caches(path)
-    return None
+    return False
 
 
-def _copy_export(spec: CopySpec, folder: str, tag: exports.IndexTag) -> CopyReport:
+def _copy_export(spec: CopySpec, folder: str, save_id: str) -> CopyReport:
     """Copy a folder on this rank alone, or what is missing of it."""
     source, target = spec.source.child(folder), spec.target.child(folder)
     if target.is_local:
@@ -95,17 +91,12 @@ def _copy_export(spec: CopySpec, folder: str, tag: exports.IndexTag) -> CopyRepo
         overwrite=False,
         progress=None,
     )
-    what, make_copy = f"the copy of {source.url}", partial(_make_copy, tag)
-    alone, timeouts = RankGroup.alone(), spec.timeouts
-    return run_together(alone, "copy", what, timeouts, lambda: export_spec, make_copy)
 
+    def make_copy(context: ExportContext, _version: SourceVersion | None) -> Copy:
+        return open_foreign(context, open_source(context.source, context.options), save_id)
 
-def _make_copy(
-    tag: exports.IndexTag, context: ExportContext, version: SourceVersion | None
-) -> Copy:
-    """Return the copy of an export; this rank, which is alone, has no version of it."""
-    assert version is None  # noqa: S101  # only other ranks have one
-    return open_foreign(context, open_source(context.source, context.options), tag)
+    what, alone = f"the copy of {source.url}", RankGroup.alone()
+    return run_together(alone, "copy", what, spec.timeouts, lambda: export_spec, make_copy)
 
 
 def _check_below(folder: str, root: str) -> None:

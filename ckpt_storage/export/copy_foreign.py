@@ -1,7 +1,7 @@
 """Copies of checkpoints of other writers, and of exports of ours: of all files below a folder.
 
-Nothing but an export carries checksums: files are compared by length, and the file that makes the
-folder a checkpoint is copied last.
+Weight files, index and documents of an export are checked against the checksums in its record. All
+other files are compared by length. The file that makes the folder a checkpoint is copied last.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import PurePosixPath
 from ckpt_storage import errors
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, unseal
+from ckpt_storage.format.documents import unseal
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import Source
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.objects import read_twice
 
@@ -40,23 +41,26 @@ def copy_of_foreign(context: ExportContext, version: CopySource) -> CopyOfFiles:
     return (CopyOfFiles if version.was_there else CopyOfFolder)(context, version)
 
 
-def open_foreign(
-    context: ExportContext, source: Source, tag: exports.IndexTag | None = None
-) -> CopyOfFiles:
+def open_foreign(context: ExportContext, source: Source, save_id: str | None = None) -> CopyOfFiles:
     """List what is copied, and return the coordinator's copy; no file of the source may be missing.
 
-    tag: the index's entry for the export that is copied; None for a checkpoint of another writer.
+    With `save_id` the folder is an export of that save, and is copied with its checkpoint: a target
+    that has the export already keeps it. Else such a target is a checkpoint that is in the way.
     """
     spec = context.spec
-    objects = context.source.list("", unsafe_names="refuse")
-    entries = {info.path: info for info in objects if _is_content(info.path)}
+    listing = context.source.list("", unsafe_names="refuse")
+    entries = {info.path: info for info in listing if _is_content(info.path)}
     if exports.GUARD_NAME in entries:
         raise in_progress(spec.source.url)
     if spec.target.is_local:
         _check_names(entries, spec.target.url)
     _check_whole(source, {path: info.size_bytes for path, info in entries.items()})
-    documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
-    crcs, was_there = _exported(context, tag, documents) if tag else ({}, False)
+    crcs, was_there = dict[str, int](), False
+    if save_id is not None or exports.NAMES_PATH in entries:
+        documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+        record, index = _read_export(context.source, save_id)
+        crcs = _checksums(context.source, record, documents)
+        was_there = save_id is not None and _has_export(context.target, index)
     last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
     if was_there:
         # The export stays as it is. The files beside it have no checksums, so all are copied.
@@ -71,28 +75,55 @@ def open_foreign(
     return foreign_copy
 
 
-def _exported(
-    context: ExportContext, tag: exports.IndexTag, documents: Collection[str]
-) -> tuple[dict[str, int], bool]:
-    """Return checksums of an export's files by path, and whether the target's index is the same."""
-    store, crcs = context.source, dict[str, int]()
+def _read_export(store: Store, save_id: str | None) -> tuple[exports.ExportRecord, bytes]:
+    """Return the record of the export in a folder, and its index, which is as it was written.
+
+    Raises `IntegrityError` unless the index names a record, which names the index, of that save.
+    """
+    path = names.INDEX_NAME
+
+    def read() -> tuple[exports.ExportRecord, bytes]:
+        content = objects.read_or_none(store, path)
+        if content is None:
+            raise _not_whole(path, "is missing")
+        tag = exports.IndexTag.of(content.data)
+        if tag is None or save_id not in {None, tag.save_id}:
+            whose = "of this package" if save_id is None else f"of save {save_id}"
+            what = f"is damaged, or was written by another program: it names no export {whose}"
+            raise _not_whole(path, what)
+        record_path = exports.export_path(tag.fingerprint)
+        decode = partial(exports.ExportRecord.decode, path=record_path)
+        record = objects.read_decoded(store, record_path, decode)
+        if record is None:
+            raise _not_whole(record_path, "is missing: it is the record of the export")
+        objects.check_document(content.data, record.index)
+        return record, content.data
+
+    return read_twice(store, path, read)
+
+
+def _not_whole(path: str, what: str) -> errors.IntegrityError:
+    step = f"Export again; if another program wrote the weights, delete {exports.DOCUMENTS} there."
+    return errors.IntegrityError(f"{path} {what}.", path=path, offset=0, next_step=step)
+
+
+def _checksums(
+    store: Store, record: exports.ExportRecord, documents: Collection[str]
+) -> dict[str, int]:
+    """Return the CRC-32C of the weight files, the index and the documents of an export by path."""
+    crcs = {file.path: file.crc32c for file in (*record.files, record.index)}
     for path in documents:
         data = objects.read_decoded(store, path, partial(_sound_document, path))
         crcs |= {} if data is None else {path: crc32c_of(data)}
-    path = exports.export_path(tag.fingerprint)
+    return crcs
 
-    def read_record() -> exports.ExportRecord:
-        data = store.get(path, max_bytes=MAX_DOCUMENT_BYTES).data
-        return exports.ExportRecord.decode(data, path)
 
-    record = read_twice(store, path, read_record)
-    index = objects.read_referenced(store, record.index)
-    crcs |= {file.path: file.crc32c for file in (*record.files, record.index)}
-    target_index = objects.read_or_none(context.target, names.INDEX_NAME)
-    was_there = target_index is not None and target_index.data == index
+def _has_export(store: Store, index: bytes) -> bool:
+    """Return whether the target has the export with this index, complete."""
+    target_index = objects.read_or_none(store, names.INDEX_NAME)
+    was_put = target_index is not None and target_index.data == index
     # The guard is still there if an earlier copy stopped just before its end.
-    is_whole = was_there and not objects.is_there(context.target, exports.GUARD_NAME)
-    return crcs, is_whole
+    return was_put and not objects.is_there(store, exports.GUARD_NAME)
 
 
 def _sound_document(path: str, data: bytes) -> bytes:

@@ -99,23 +99,11 @@ def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log:
     return id_at_target(context, part, deletion.log_to_extend(store))
 
 
-def patterns_of(spec: CopySpec, source_id: str) -> dict[str, Any]:
-    """Return the `part` of the commit record; functions are recorded as None."""
-    record: dict[str, Any] = {"of": source_id}
-    for key in ("include", "exclude"):
-        selection = getattr(spec, key)
-        if isinstance(selection, str):
-            record[key] = [selection]
-        elif selection is not None:
-            record[key] = None if callable(selection) else sorted(selection)
-    return record
-
-
 @dataclass(slots=True, kw_only=True)
 class _Shard:
     """One shard file of the copy.
 
-    `file` describes it if it equals the one at `source_path`; else `table` has its items.
+    `file` describes it if it equals the file at `source_path`; else `table` has its items.
     """
 
     rank: int
@@ -189,7 +177,7 @@ class CopyOfPart(CopyOfCommitted):
         return held
 
     def _is_owner(self, rank: int, fqn: str, box: Box | None) -> bool:
-        """Return whether the manifest says that an item of a rank is the one to read."""
+        """Return whether the manifest names this rank as the owner of an item."""
         if box is None:
             return self.source.manifest.blobs[fqn] == rank
         tensor = self.source.manifest.tensors[fqn]
@@ -271,8 +259,15 @@ class CopyOfPart(CopyOfCommitted):
         )
 
     def part_record(self) -> dict[str, Any]:
-        """Return the `part` of the commit record."""
-        return patterns_of(self.spec, self.source.save_id or "")
+        """Return the `part` of the commit record; functions are recorded as None."""
+        record: dict[str, Any] = {"of": self.source.save_id}
+        for key in ("include", "exclude"):
+            selection = getattr(self.spec, key)
+            if isinstance(selection, str):
+                record[key] = [selection]
+            elif selection is not None:
+                record[key] = None if callable(selection) else sorted(selection)
+        return record
 
     def _report_of(self, rank: int, ticket: SaveTicket, made: WriteSummary) -> RankReport:
         """Write the manifest of a rank; return its report."""

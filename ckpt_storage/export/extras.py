@@ -16,8 +16,8 @@ from ckpt_storage.transfer.ranges import RangeReader
 
 from .options import ExtraFiles, split_file
 from .output import ExportContext
-from .plan import OutFile, elements_of
-from .reads import SegmentReader
+from .plan import elements_of
+from .reads import values_reader
 from .select import FILES_PREFIX
 
 
@@ -70,19 +70,14 @@ def name_flaw(name: str) -> str | None:
 
 
 def _entry(context: ExportContext, source: Source, fqn: str) -> bytes:
-    file = OutFile(name=fqn, segments=[elements_of(fqn, source.tensors[fqn])])
-    size, limit_bytes = file.size_bytes, context.options.memory_limit_bytes
-    if size > limit_bytes:
+    value, limit_bytes = elements_of(fqn, source.tensors[fqn]), context.options.memory_limit_bytes
+    if value.size_bytes > limit_bytes:
         raise InvalidInputError(
-            f"{fqn} has {size} bytes; memory_limit_bytes is {limit_bytes}.",
+            f"{fqn} has {value.size_bytes} bytes; memory_limit_bytes is {limit_bytes}.",
             next_step=f"Raise memory_limit_bytes, or leave it out with exclude=[{fqn!r}].",
         )
-    window = memoryview(bytearray(size))
-    if size:
-        reader = SegmentReader([file], source, RangeReader(context.source, context.options))
-        reader.prepare(0, 0, size)
-        reader.fill(0, 0, size, window)
-    return window.tobytes()
+    ranges = RangeReader(context.source, context.options)
+    return b"".join(values_reader(ranges, source, [value])(fqn))
 
 
 def _read(context: ExportContext, path: str | os.PathLike[str]) -> bytes:

@@ -1,4 +1,4 @@
-"""Output folders: the run that holds one, its sealed files, and the write that publishes them.
+"""Output folders: their holder, their sealed files, and the write that publishes them.
 
 A run becomes the holder of a folder by writing `.ckpt-storage/job.json`. The last run that wrote it
 counts; an earlier run reads it before it publishes, and raises. The invariants are I14, I15, I17.
@@ -65,7 +65,7 @@ class Folder(Export[R]):
         keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
         open_uploads: set[tuple[str | None, str]] = set()
-        # A single file replaces one of the same name, so it is not completed before it is checked.
+        # A single file replaces a file of its name, so it is not completed before it is checked.
         is_resumable = self.is_together and len(files) > 1
         if is_resumable and any(seal.token for seal in recorded.values()):
             try:
@@ -107,11 +107,11 @@ class Folder(Export[R]):
         """Return the error for a run whose output does not count, because of another run."""
         url = self.spec.target.url
         return errors.ConsolidationError(
-            f"Another run wrote to {url} at the same time: {how}. This one published nothing.",
+            f"Another run wrote to {url} at the same time: {how}. This run published nothing.",
             path=url,
             phase=self.context.deadline.phase,
-            next_step="Let one run at a time write to a folder; call this one again if its output "
-            "is the one you want.",
+            next_step="Let one run at a time write to a folder; call this again if you want its "
+            "output.",
         )
 
     def recorded(self) -> list[Sealed]:
@@ -438,8 +438,8 @@ class ExportFolder(Folder[R]):
                 store.delete([GUARD_NAME])
         except errors.StorageError as error:
             raise errors.ConsolidationError(
-                f"The export to {store.url} is complete, but weight files of an earlier one could "
-                f"not be deleted: {error}",
+                f"The export to {store.url} is complete, but weight files of an earlier export "
+                f"could not be deleted: {error}",
                 path=store.url,
                 phase=self.context.deadline.phase,
                 next_step="Call it again. Until then readers that load every *.safetensors of the "

@@ -289,7 +289,7 @@ def rank_manifest(
 def described(
     file: OutFile, columns: Mapping[str, Sequence[int]], number: int, made: WriteSummary
 ) -> ShardFile:
-    """Return the table of a shard file that was written, the one at position `number`."""
+    """Return the table of a shard file that was written, at position `number`."""
     crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
     parts: dict[int, list[Span]] = {}
     for span in crcs:
@@ -353,8 +353,6 @@ def stock_pickle(metadata: Metadata, files: Files, shards: Shards, url: str) -> 
         for file, table in zip(files, shards.tables, strict=True)
         for fqn, box, start, length in zip(*(table[key] for key in keys), strict=True)
     }
-    # Torch's own readers know no class of this package.
-    metadata.planner_data = dict(metadata.planner_data)
     metadata.storage_meta = dcp.StorageMeta(checkpoint_id=url)
     metadata.version = STOCK_VERSION
     # Torch's own readers know no class of this package.

@@ -53,12 +53,12 @@ _DIGEST_CHARS = 80
 class ConsolidateOptions:
     """How tensors of a checkpoint become weight files.
 
-    max_file_bytes: tensors of one weight file together have at most this many bytes, unless one
+    max_file_bytes: tensors of a weight file together have at most this many bytes, unless a tensor
         alone has more: an int, or a text such as "5GB" (decimal) or "5GiB" (binary). Headers do
         not count, as in Hugging Face's libraries.
     fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files, or
-        FQNs. Every tensor that is exported needs one.
+        FQNs. Every tensor that is exported needs a file.
     filename_pattern: names of the weight files: `model{suffix}.safetensors`, PEFT's
         `adapter_model{suffix}.safetensors` (always one file) or diffusers'
         `diffusion_pytorch_model{suffix}.safetensors`. None: PEFT's if `adapter_config.json` lies

@@ -188,8 +188,8 @@ class Plan:
     def remaining(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
         """Return the plan without complete files: `done` are only checked, `sealed` only named."""
         sizes = {at: file.size_bytes for at, file in enumerate(self.files)}
-        left = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
-        regions = divide(left, self.world_size, self.able, self.part_bytes)
+        missing = {at: size for at, size in sizes.items() if at not in {*done, *sealed}}
+        regions = divide(missing, self.world_size, self.able, self.part_bytes)
         checked = {at: sizes[at] for at in sorted(done)}
         checks = whole_files(checked, self.world_size, self.able, self.part_bytes)
         return replace(self, regions=(*regions, *(replace(r, is_done=True) for r in checks)))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from operator import add
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, byt
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.read_costs import costs_for
 
-from .plan import Elements, Fixed, OutFile, Segment, Stored
+from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Segment, Stored
 
 Bits = NDArray[Any]
 """Elements of a dtype as words of its size."""
@@ -201,7 +201,7 @@ class SegmentReader:
                 yield segment, origin, first, last
 
     def _loaded_of(self, piece: Piece, place: ChunkPlace) -> Bits:
-        """Return the elements of an item that is no plain one: torch reads it whole."""
+        """Return the elements of an item that is not stored plainly: torch reads it whole."""
         from ckpt_storage.inspect.torchload import load_whole, words_of  # noqa: PLC0415  # torch
 
         with self._lock:
@@ -236,6 +236,37 @@ class _CastRead(ArrayRead):
 
         source = torch.from_numpy(stored).view(getattr(torch, self.segment.source_dtype))
         torch.from_numpy(out).view(getattr(torch, self.segment.dtype)).copy_(source)
+
+
+def values_reader(
+    ranges: RangeReader, source: Source, segments: Sequence[Elements | Stored]
+) -> Callable[[str], Iterator[memoryview]]:
+    """Return a function that yields an FQN's bytes, read in windows; FQNs must come in order."""
+    # Each begins where an element of any dtype may, so that no window cuts an element.
+    gaps = [Fixed(b"\0" * (-part.size_bytes % ELEMENTS_BYTES)) for part in segments]
+    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
+    file = OutFile(name="", segments=parts)
+    starts = {part.fqn: at for at, part in zip(file.starts[::2], segments, strict=False)}
+    sizes = {part.fqn: part.size_bytes for part in segments}
+    reader = SegmentReader([file], source, ranges)
+    step = ranges.options.part_bytes - ranges.options.part_bytes % ELEMENTS_BYTES
+
+    @lru_cache(maxsize=1)
+    def window_at(begin: int) -> memoryview:
+        window = memoryview(bytearray(min(step, file.size_bytes - begin)))
+        reader.prepare(0, begin, begin + len(window))
+        reader.fill(0, begin, begin + len(window), window)
+        return window
+
+    def read(fqn: str) -> Iterator[memoryview]:
+        at = starts[fqn]
+        end = at + sizes[fqn]
+        while at < end:
+            view = window_at(at - at % step)[at % step :][: end - at]
+            at += len(view)
+            yield view
+
+    return read
 
 
 def place_of_file(path: str, size_bytes: int) -> ChunkPlace:

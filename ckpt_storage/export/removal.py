@@ -39,7 +39,7 @@ def remove_exports(store: Store) -> list[str]:
 
     The removal becomes the holder, so a running consolidation publishes nothing; it stops when
     another run becomes the holder. The index is deleted first and the names last, so the next
-    removal continues an interrupted one. Files and uploads of other programs stay. Idempotent.
+    call continues an interrupted removal. Files and uploads of other programs stay. Idempotent.
     """
     paths = [entry.path for entry in listed(store) if entry.path.endswith("/")]
     own = {f"{names.COMMITS}/", f"{names.SAVES}/"}

@@ -45,7 +45,7 @@ def run(operation: Operation, spec: ExportSpec, make_export: ExportFactory[R]) -
     """Make one output; all ranks call it within one operation, after they have met.
 
     On return it is published. After an error the earlier output is valid, or, if the last write
-    failed, perhaps this one.
+    failed, perhaps the new output.
     """
 
     def begin(phase: Phase, total_bytes: int = 0) -> None:

@@ -167,7 +167,9 @@ def choose_model(
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
     reasons: _Reasons = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
     if options.include is None:
-        per_rank = {fqn for fqn, path in paths.items() if any(map(_is_per_rank, path))}
+        per_rank = {
+            fqn for fqn, path in paths.items() if any(map(parse_per_rank_key, map(str, path)))
+        }
         reasons |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
         reasons |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
     else:
@@ -183,9 +185,17 @@ def choose_model(
         what = f"No tensor is left to export; {len(reasons)} values are left out."
         step = "Name what you want with include=, as FQNs or patterns."
         raise InvalidInputError(what, next_step=step)
-    stripped = "" if callable(options.rename) else _container_of([paths[fqn] for fqn in exported])
-    stripped = "" if callable(options.rename) else _with_wrappers(stripped, exported)
-    names = _names(exported, stripped, options)
+    stripped = ""
+    if not callable(options.rename):
+        container = _container_of([paths[fqn] for fqn in exported])
+        stripped = _with_wrappers(container, exported)
+    names = new_names(
+        exported,
+        options.rename,
+        default=lambda fqn: fqn.removeprefix(stripped).replace(_COMPILED, ""),
+        what="tensor that goes out",
+        refused=("__metadata__",),
+    )
     tied: dict[str, str] = {}
     if options.tied != "keep":
         wanted = options.tied if isinstance(options.tied, Mapping) else {}
@@ -283,10 +293,6 @@ def _path_of(fqn: str, known: Mapping[str, KeyPath] | None) -> KeyPath:
     return (head, rest) if dot and _foreign_state(head) else (fqn,)
 
 
-def _is_per_rank(key: str | int) -> bool:
-    return parse_per_rank_key(str(key)) is not None
-
-
 def _foreign_state(key: str) -> Reason | None:
     """Return which state a container of that key holds, None if it may hold the model."""
     return next((reason for reason, keys in _FOREIGN_STATE.items() if keys.fullmatch(key)), None)
@@ -324,17 +330,6 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Reasons:
         because = f"it lies outside {models[0]!r}, which holds the model"
         reasons |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
         level, depth = inside, depth + 1
-
-
-def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
-    """Return the name of every tensor; raises for what cannot be one and for duplicates."""
-    return new_names(
-        fqns,
-        options.rename,
-        default=lambda fqn: fqn.removeprefix(stripped).replace(_COMPILED, ""),
-        what="tensor that goes out",
-        refused=("__metadata__",),
-    )
 
 
 def _all_ties(

@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ckpt_storage import errors
 from ckpt_storage.commit import cleaning, deletion
@@ -24,7 +23,7 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import read_manifest
 from ckpt_storage.store import Location, redacted_url
 
-from .copy_base import CopySource, CopySpec
+from .copy_base import CopySpec
 from .copy_part import CopyOfPart, committed_version
 from .output import Copies, ExportContext, SourceVersion, WriteSummary
 from .run import run_together
@@ -71,13 +70,13 @@ def thin(
     running raises `CheckpointGoneError`. No byte is read of shard files of which all values stay:
     they are linked on a file system, and S3, Google Cloud Storage and Azure copy them. Elsewhere,
     and in other files, the values that stay are read and written. If it is interrupted, the
-    checkpoint is the whole or the thin one; call again to complete it. One process calls it.
+    checkpoint is whole or thin; call again to complete it. One process calls it.
     Exports of the whole save stay, and are stale.
 
     Args:
-        url: the checkpoint, one of ours.
+        url: a checkpoint of ours.
         drop: FQNs and glob patterns; those that match nothing are passed over.
-        expected_save_id: thin this save only, and not one that has replaced it.
+        expected_save_id: thin this save only, and not a save that has replaced it.
         storage_options: passed to the fsspec file system.
         copies: "never" reads and writes what stays.
         thread_count: requests in flight.
@@ -116,18 +115,17 @@ def thin(
             progress=progress,
         )
 
-    make_export = partial(_thinning, expected_save_id=expected_save_id)
-    report: object = run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
-    assert isinstance(report, ThinReport)  # noqa: S101  # as `_Thinning.report` makes it
-    return report
+    def make_export(context: ExportContext, _version: SourceVersion | None) -> _Thinning:
+        # This rank is alone, so it has no version of a coordinator.
+        return _find(context, expected_save_id)
+
+    return cast(
+        "ThinReport", run_together(RankGroup.alone(), "thin", what, timeout, job, make_export)
+    )
 
 
-def _thinning(
-    context: ExportContext, version: SourceVersion | None, *, expected_save_id: str | None
-) -> _Thinning:
-    """Return the export of a thinning; the coordinator, the only rank, reads the commit log."""
-    if isinstance(version, CopySource):
-        return _Thinning(context, version)
+def _find(context: ExportContext, expected_save_id: str | None) -> _Thinning:
+    """Return the thinning of the newest save in the commit log."""
     store, spec = context.target, context.spec
     slots = deletion.log_to_extend(store)
     head = slots.head
@@ -146,18 +144,13 @@ def _thinning(
     assert isinstance(spec, CopySpec)  # noqa: S101  # as `thin` makes it
     manifest = read_manifest(context.source, head)
     values = {*manifest.tensors, *manifest.blobs}
-    patterns = [text for text in _patterns(spec) if any(_matches(fqn, text) for fqn in values)]
+    drop: Any = spec.exclude  # a list, as `thin` makes it
+    patterns = [
+        text for text in drop if any(fqn == text or fnmatchcase(fqn, text) for fqn in values)
+    ]
     # Without any the checkpoint is thin already: the version is that of the target's head.
     context.spec = spec = replace(spec, exclude=patterns or None)
     return _Thinning(context, committed_version(context, spec, head, slots))
-
-
-def _patterns(spec: CopySpec) -> list[str]:
-    return [spec.exclude] if isinstance(spec.exclude, str) else list(spec.exclude or ())  # type: ignore[arg-type]  # no function
-
-
-def _matches(fqn: str, pattern: str) -> bool:
-    return fqn == pattern or fnmatchcase(fqn, pattern)
 
 
 class _Thinning(CopyOfPart):
@@ -167,10 +160,10 @@ class _Thinning(CopyOfPart):
         """Return the `part` of the commit record, with the patterns of earlier thinnings."""
         head = self.source.record
         before = head.part if head.is_thinned else {}
-        dropped = [*(before.get("exclude") or ()), *_patterns(self.spec)]
+        drop: Any = self.spec.exclude
         return {
             "of": self.source.save_id,
-            "exclude": sorted({*dropped}),
+            "exclude": sorted({*(before.get("exclude") or ()), *drop}),
             "created_at": before.get("created_at", head.created_at),
             "slot": before.get("slot", head.slot),
         }

@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, Any, NamedTuple
@@ -29,7 +29,7 @@ from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.objects import read_twice
+from ckpt_storage.transfer.objects import read_again, read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
@@ -93,9 +93,7 @@ class TorchFileSource(UnpickledSource):
         for key in keys:
             record = self.records.get(key)
             if record and record.crc32 is not None and record not in self._sound:
-                checks = iter([self._check, self._check_anew])
-                path, check = self.held[key].path, partial(_call_next, checks, key)
-                for view, crcs in read_twice(self.store, path, check).items():
+                for view, crcs in self._checked(key).items():
                     place = self.held[view]
                     self.held[view] = replace(place, crcs=crcs, block_bytes=DEFAULT_BLOCK_BYTES)
                 self._sound.add(self.records[key])
@@ -120,6 +118,15 @@ class TorchFileSource(UnpickledSource):
             self.views[record].append(key)
         self._cuts[fqn] = runs
         return keys
+
+    def _checked(self, key: Key) -> _Crcs:
+        """Check the record of a tensor, twice if it has a wrong byte."""
+        try:
+            return self._check(key)
+        except errors.IntegrityError as error:
+            mismatch = error
+        again = partial(self._check_anew, key)
+        return read_again(self.store, self.held[key].path, again, mismatch)
 
     def _check_anew(self, key: Key) -> _Crcs:
         """Check the record of a tensor after reading again where in the file it is."""
@@ -148,10 +155,6 @@ class TorchFileSource(UnpickledSource):
             what = f"the record at byte {record.start}, which holds {fqn},"
             raise _damaged(path, what, record.start, fqn)
         return {view: hasher.finish() for view, hasher in hashers.items()}
-
-
-def _call_next(checks: Iterator[Callable[[Key], _Crcs]], key: Key) -> _Crcs:
-    return next(checks)(key)
 
 
 class _NoTensors(pickle.Pickler):
@@ -227,7 +230,7 @@ def _read_state(
 ) -> tuple[dict[str, Any], PlannerData, Mapping[str, tuple[int, int | None]]]:
     """Return values by FQN, the path of each in the nested state dict, and the records' content."""
     if file.read(4) != b"PK\x03\x04":
-        raise _refused(shown, "is no file of torch.save, or one from before torch 1.6", _AGAIN)
+        raise _refused(shown, "is no file of torch.save, or a file from before torch 1.6", _AGAIN)
     try:
         state, content = _unpickled(file, path, unsafe_pickle=unsafe_pickle)
     except errors.CheckpointError:

@@ -8,8 +8,7 @@ import pickle
 import struct
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +18,15 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from ckpt_storage import errors
 from ckpt_storage.format.manifest import INT_KEY, int_keys_of
 from ckpt_storage.inspect.torchload import refusal_of
-from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.objects import is_there
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
 
 from .conversion import Conversion
 from .layout import Files
-from .output import ExportContext, ResumeState, WriteSummary
-from .plan import ELEMENTS_BYTES, Elements, Fixed, OutFile, Stored, elements_of
-from .reads import SegmentReader
+from .output import ResumeState, WriteSummary
+from .plan import elements_of
+from .reads import values_reader
 from .select import Selected
 from .torchfile import UnpickledSource
 
@@ -67,7 +65,8 @@ class TorchFile(Conversion):
         pickler.dump(_nested({**self._objects(), **tensors}, self.source.planner_data or {}))
         stored = [(data, fqns.get(key)) for key, (_, data) in pickler.stored.items()]
         streamed = [elements_of(fqn, self.chosen.tensors[fqn]) for _, fqn in stored if fqn]
-        read = _reading(context, self.source, streamed)
+        ranges = RangeReader(context.source, context.options)
+        read = values_reader(ranges, self.source, streamed)
         store.make_folders([])
         if not store.capabilities.atomic_replace:
             store.delete([name])
@@ -90,7 +89,7 @@ class TorchFile(Conversion):
         try:
             _append(archive, "data.pkl", [main.getvalue()])
             # No ".format_version": it would let torch compute where records lie, as its own zip
-            # writer places them. Without it torch looks each one up.
+            # writer places them. Without it torch looks each record up.
             _append(archive, "byteorder", [b"little"])
             for number, (data, fqn) in enumerate(stored):
                 held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data).numpy()
@@ -116,7 +115,8 @@ class TorchFile(Conversion):
         if isinstance(source, UnpickledSource):
             pickled = source.pickled
         else:
-            read = _reading(self.context, source, self.stored_blobs())
+            ranges = RangeReader(self.context.source, self.context.options)
+            read = values_reader(ranges, source, self.stored_blobs())
 
             def pickled(fqn: str) -> bytes:
                 return b"".join(read(fqn))
@@ -139,44 +139,13 @@ class TorchFile(Conversion):
         return objects
 
 
-def _reading(
-    context: ExportContext, source: Source, segments: Sequence[Elements | Stored]
-) -> Callable[[str], Iterator[memoryview]]:
-    """Return a function that yields an FQN's bytes, read in windows; FQNs must come in order."""
-    # Each begins where an element of any dtype may, so that no window cuts one.
-    gaps = [Fixed(b"\0" * (-part.size_bytes % ELEMENTS_BYTES)) for part in segments]
-    parts = [part for pair in zip(segments, gaps, strict=True) for part in pair]
-    file = OutFile(name="", segments=parts)
-    starts = {part.fqn: at for at, part in zip(file.starts[::2], segments, strict=False)}
-    sizes = {part.fqn: part.size_bytes for part in segments}
-    reader = SegmentReader([file], source, RangeReader(context.source, context.options))
-    step = context.options.part_bytes - context.options.part_bytes % ELEMENTS_BYTES
-
-    @lru_cache(maxsize=1)
-    def window_at(begin: int) -> memoryview:
-        window = memoryview(bytearray(min(step, file.size_bytes - begin)))
-        reader.prepare(0, begin, begin + len(window))
-        reader.fill(0, begin, begin + len(window), window)
-        return window
-
-    def read(fqn: str) -> Iterator[memoryview]:
-        at = starts[fqn]
-        end = at + sizes[fqn]
-        while at < end:
-            view = window_at(at - at % step)[at % step :][: end - at]
-            at += len(view)
-            yield view
-
-    return read
-
-
 def _append(archive: zipfile.ZipFile, name: str, views: Iterable[bytes | memoryview]) -> None:
     """Append one record to a zip, as it is; its bytes are aligned."""
     info, stream = zipfile.ZipInfo(f"archive/{name}"), archive.fp
     assert stream is not None  # noqa: S101  # it is open
     # The header, the name, the length in 64 bits, and the head of the padding.
     padding = -(stream.tell() + 30 + len(info.filename) + 20 + 4) % _ALIGN_BYTES
-    # The id is the one that torch writes; no reader needs it.
+    # Torch writes this id; no reader needs it.
     info.extra = struct.pack("<2H", 0x4246, padding) + b"Z" * padding
     with archive.open(info, "w", force_zip64=True) as file:
         for view in views:

@@ -37,7 +37,7 @@ from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.objects import read_twice
+from ckpt_storage.transfer.objects import read_again
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
@@ -66,7 +66,7 @@ class _RegionState:
     region: Region
     file: OutFile
     upload: Upload
-    left_bytes: int
+    remaining_bytes: int
     spans: list[Span] = field(default_factory=list)
 
 
@@ -126,7 +126,7 @@ class FileWriter:
         for upload in list(self._uploads.values()):
             try:
                 upload.abort()
-            except Exception as failure:  # noqa: BLE001  # the first failure is the one to raise
+            except Exception as failure:  # noqa: BLE001  # the first failure is raised
                 error.add_note(f"Discarding an upload failed too: {failure}")
 
     def _fill(self) -> None:
@@ -179,19 +179,14 @@ class FileWriter:
         for region, mismatch in mismatches:
             self._uploads.pop(region.file).abort()
             self._result.spans.pop(region.file, None)
-            make = partial(self._raise_or_write, region, [mismatch])
-            read_twice(self._context.source, mismatch.path or "", make)
+            write = partial(self._write_anew, region)
+            read_again(self._context.source, mismatch.path or "", write, mismatch)
 
-    def _raise_or_write(self, region: Region, mismatches: list[IntegrityError]) -> None:
-        """Raise the mismatch of the first read; without one write a file, and raise if it is wrong.
-
-        The storage copies none of it: it may have copied wrongly.
-        """
-        if not mismatches:
-            self._write([region], copies=False)
-            mismatches = [mismatch for _, mismatch in self._mismatches]
-        if mismatches:
-            raise mismatches.pop()
+    def _write_anew(self, region: Region) -> None:
+        """Write a whole file; the storage, which may have copied wrongly, copies none of it."""
+        self._write([region], copies=False)
+        if self._mismatches:
+            raise self._mismatches.pop()[1]
 
     def _check(self, whole: Region, file: FileRef, damaged: list[Region]) -> None:
         """Read a complete file back; add it to the damaged ones unless it is sound."""
@@ -282,10 +277,8 @@ class FileWriter:
                 f"memory_limit_bytes is {limit_bytes}.",
                 next_step=f"Raise memory_limit_bytes to {each} or more.",
             )
-        job, parts = (
-            _RegionState(region, file, self._begin(region.file), region.size_bytes),
-            region.parts,
-        )
+        job = _RegionState(region, file, self._begin(region.file), region.size_bytes)
+        parts = region.parts
         for some in [[part] for part in parts] if self._able.parallel_parts else [parts]:
             # A free place before memory: this wait raises failures, and parts that end meanwhile
             # release their memory.
@@ -313,8 +306,8 @@ class FileWriter:
         deadline.monitor.advanced(stop - start)
         self._export.on_bytes(stop - start)
         with self._lock:
-            job.left_bytes -= stop - start
-            if job.left_bytes:
+            job.remaining_bytes -= stop - start
+            if job.remaining_bytes:
                 return
             whole = joined(job.spans)
             spans = job.spans if job.file.edges else [whole]
@@ -395,11 +388,8 @@ class FileWriter:
 
     def _begin(self, at: int) -> Upload:
         if at not in self._uploads:
-            target, path, token = (
-                self._context.target,
-                self._plan.files[at].name,
-                self._tokens.get(at),
-            )
+            target, path = self._context.target, self._plan.files[at].name
+            token = self._tokens.get(at)
             upload = target.join(path, token) if token else target.upload(path, copies=True)
             self._uploads[at] = upload
             if self._is_together and not token:

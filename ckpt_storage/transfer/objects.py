@@ -10,7 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ckpt_storage.errors import FormatError, IntegrityError, StorageError, UnsafeContentError
+from ckpt_storage.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+    UnsafeContentError,
+)
 from ckpt_storage.format.documents import DAMAGED, MAX_DOCUMENT_BYTES, RESTORE, FileRef
 from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.store import Store
@@ -32,14 +38,19 @@ def read_twice(store: Store, path: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except MISMATCHES as error:
-        mismatch = str(error).removesuffix(error.next_step or "").rstrip()
+        mismatch = error
+    return read_again(store, path, read, mismatch)
+
+
+def read_again(store: Store, path: str, read: Callable[[], T], mismatch: CheckpointError) -> T:
+    """Return the result of a second read, after a first read with a mismatch; as `read_twice`."""
     store.drop_caches(path)
     result = read()
     log.warning(
         "%s was read twice: the first response was wrong, the second right. Check the memory and "
         "the network of this host if this repeats. The first: %s",
         store.shown(path),
-        mismatch,
+        str(mismatch).removesuffix(mismatch.next_step or "").rstrip(),
     )
     return result
 

@@ -17,7 +17,7 @@ from dcp_cases import same
 from safetensors.torch import load_file
 
 from ckpt_storage import CheckpointInfo, InvalidInputError, delete
-from ckpt_storage.cli import change
+from ckpt_storage.cli import change, main
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -40,6 +40,19 @@ def refused(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str
     result = call(*arguments, env=env)
     assert result.exit_code == 2, result.output
     return result.output
+
+
+def test_windows_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before a module is missing that only other systems have."""
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ckpt-storage runs on Linux and macOS. On Windows, use WSL."
+    ]
 
 
 def test_every_command_explains_itself() -> None:
@@ -378,6 +391,18 @@ def test_cp_that_leaves_a_damaged_export_out_exits_with_one(tmp_path: Path) -> N
     assert call("consolidate", tmp_path / "c").exit_code == 0
     flip(tmp_path / "c" / "hf" / "model.safetensors", -1)
     assert answer("cp", tmp_path / "c", tmp_path / "d", code=1)["failed_exports"].keys() == {"hf"}
+
+
+def test_cp_of_a_damaged_export_exits_with_one(tmp_path: Path) -> None:
+    """By its own URL, too: its record has the checksum of each weight file."""
+    save({"w": torch.ones(100)}, tmp_path / "c")
+    export = tmp_path / "c" / "hf"
+    assert call("consolidate", tmp_path / "c").exit_code == 0
+    assert call("cp", export, tmp_path / "sound").exit_code == 0
+    flip(export / "model.safetensors", -1)
+    result = call("cp", export, tmp_path / "d")
+    assert result.exit_code == 1
+    assert "model.safetensors is damaged" in " ".join(result.output.split())
 
 
 def test_options_come_from_a_file_and_the_command_line(

@@ -49,6 +49,14 @@ def test_tensors_are_cast_on_the_way(tmp_path: Path) -> None:
         check(files_in(tmp_path / "run" / "hf"), expected)
 
 
+def test_names_with_thousands_of_digits_are_exported(tmp_path: Path) -> None:
+    """Python converts no text of over 4,300 digits to an int; names are sorted all the same."""
+    state = {f"w{'9' * count}": torch.ones(2) * count for count in (1, 2, 5000, 5001)}
+    ckpt_storage.save(state, tmp_path / "run")
+    consolidate(tmp_path / "run")
+    check(files_in(tmp_path / "run" / "hf"), state)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_storage_copies_unless_it_refuses(
     monkeypatch: pytest.MonkeyPatch, *, refuses: bool

@@ -510,6 +510,19 @@ def test_a_conversion_that_takes_long_goes_on_while_bytes_move(
     assert now_s > 34
 
 
+@pytest.mark.parametrize("to", ["ckpt_storage", "safetensors", "torch_save"])
+def test_a_strided_tensor_counts_as_often_as_it_is_held(tmp_path: Path, to: TargetFormat) -> None:
+    """It is rearranged in memory: the limit for buffers is kept, or the call is refused."""
+    turned = {"t": seeded(3, 500, 600).t()}
+    saved_stock(turned, tmp_path / "stock")
+    target = path_of(tmp_path, to, "dst")
+    with pytest.raises(errors.InvalidInputError, match="memory") as caught:
+        convert(tmp_path / "stock", target, to=to, memory_limit_bytes=2 * MIB)
+    assert "Raise memory_limit_bytes" in (caught.value.next_step or "")
+    convert(tmp_path / "stock", target, to=to, memory_limit_bytes=8 * MIB, overwrite=True)
+    assert same(read(to, target, turned), turned)
+
+
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_shards_of_what_is_overwritten_do_not_stay(tmp_path: Path, to: TargetFormat) -> None:
     """Of a checkpoint of stock DCP that is replaced no file is left over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -20,6 +21,7 @@ from copy_cases import saved_stock
 from damage_cases import load_failure
 from dcp_cases import files_below, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
 from ckpt_storage import CheckpointStorageReader as Reader
 from ckpt_storage import CheckpointStorageWriter as Writer
@@ -229,3 +231,29 @@ def test_checkpoints_of_single_ranks_are_explained(tmp_path: Path) -> None:
         dcp.save(dict(STATE), storage_writer=writer, use_collectives=False)
     error = load_error(tmp_path)
     assert_says(error, "FormatError", "use_collectives=False", "as many ranks as saved it")
+
+
+class TwoPartError(Exception):
+    """Pickles by its message alone, so that no process can unpickle it."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+class RefusingPlanner(dcp.DefaultLoadPlanner):
+    """A planner of a user that raises an error of its own for a value."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        raise TwoPartError(7, read_item.dest_index.fqn)
+
+
+def test_an_error_that_no_rank_could_unpickle_is_raised_by_its_text(tmp_path: Path) -> None:
+    """DCP gathers errors by pickle: a rank that cannot unpickle an error leaves others waiting."""
+    with pytest.raises(TypeError):
+        pickle.loads(pickle.dumps(TwoPartError(7, "w")))
+    dcp_cases.save_alone(dict(STATE), tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(zeros_like(STATE), storage_reader=Reader(tmp_path), planner=RefusingPlanner())
+    (error, _) = caught.value.failures[0]
+    assert isinstance(error, CheckpointError)
+    assert "TwoPartError: 7: w" in str(pickle.loads(pickle.dumps(error)))

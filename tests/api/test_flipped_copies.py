@@ -15,7 +15,15 @@ from dcp_cases import same, seeded
 from flipping_server import FlippingServer
 from safetensors.torch import load_file
 
-from ckpt_storage import IntegrityError, consolidate, convert, copy, verify
+from ckpt_storage import (
+    CheckpointExistsError,
+    IntegrityError,
+    consolidate,
+    convert,
+    copy,
+    verify,
+)
+from ckpt_storage.format.names import INDEX_NAME
 from ckpt_storage.options import MIB
 from ckpt_storage.testing.ranks import RankPool
 
@@ -97,6 +105,66 @@ def test_a_second_wrong_byte_of_an_export_is_damage(server: FlippingServer, tmp_
     server.flip("hf/model.safetensors", 1000)
     report = copy(URL, tmp_path / "copy", storage_options=server.storage_options)
     assert "model.safetensors" in report.failed_exports["hf"]
+    assert verify(tmp_path / "copy").ok
+
+
+def exported(path: Path) -> Path:
+    """Return an export of several weight files, with a file beside them."""
+    make("ckpt_storage", {"a": seeded(1, 900), "b": seeded(2, 900)}, path)
+    consolidate(path, max_file_bytes=4000, extra_files={"config.json": b"{}"})
+    return path / "hf"
+
+
+def test_a_copy_of_an_export_by_its_own_url_reads_a_wrong_byte_again(
+    server: FlippingServer, tmp_path: Path
+) -> None:
+    """Whichever answer about weights, index or documents has it, the export arrives whole."""
+    export = exported(tmp_path / "run")
+    upload(server, export, "hf")
+    call = partial(copy, "s3://bkt/hf", storage_options=server.storage_options)
+    for suffix in (".safetensors", "index.json", "output.json", "names.json"):
+        for target in each_flip(server, suffix, tmp_path / suffix, call):
+            assert verify(target).ok, target
+            old, new = files_below(export), files_below(target)
+            assert new == {name: data for name, data in old.items() if "job.json" not in name}
+
+
+@pytest.mark.parametrize("suffix", ["00002-of-00002.safetensors", "index.json", "output.json"])
+def test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file(
+    tmp_path: Path, suffix: str
+) -> None:
+    """One bit at rest, which no length shows; nothing that readers take is at the target."""
+    export = exported(tmp_path / "run")
+    (file,) = export.rglob(f"*{suffix}")
+    data = bytearray(file.read_bytes())
+    # In the index a number that no reader needs.
+    at = data.index(b'total_size": ') + 13 if suffix == "index.json" else len(data) - 20
+    data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError) as caught:
+        copy(export, tmp_path / "copy")
+    assert (caught.value.path or "").endswith(suffix)
+    assert not (tmp_path / "copy" / INDEX_NAME).exists()
+
+
+def test_a_copy_of_an_export_without_its_record_is_refused(tmp_path: Path) -> None:
+    """Its index names a record, whose checksums are needed."""
+    export = exported(tmp_path / "run")
+    next(export.rglob("output.json")).unlink()
+    with pytest.raises(IntegrityError, match="the record of the export"):
+        copy(export, tmp_path / "copy")
+
+
+def test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked(tmp_path: Path) -> None:
+    """The same export at the target is a checkpoint in the way, as one of another tool is."""
+    export = exported(tmp_path / "run")
+    copy(export, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_text("[]")
+    with pytest.raises(CheckpointExistsError):
+        copy(export, tmp_path / "copy")
+    assert (tmp_path / "copy" / "config.json").read_text() == "[]"
+    copy(export, tmp_path / "copy", overwrite=True)
+    assert (tmp_path / "copy" / "config.json").read_text() == "{}"
     assert verify(tmp_path / "copy").ok
 
 

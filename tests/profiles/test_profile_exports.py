@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from profiles import QUICK, Service, profile_server, service
+from profiles import QUICK, Service, message_of, profile_server, service
 from safetensors.torch import load as parse_safetensors
 
 import ckpt_storage
@@ -19,6 +21,42 @@ LEAST: dict[str, Any] = {"memory_limit_bytes": 1 << 20, "retry": QUICK}
 """Files of the states below then have parts of 64 KiB and a rest."""
 
 State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def unlisted(service: Service) -> dict[str, Any]:
+    """The options of calls with credentials that may not list."""
+    if service.server.profile != "aws-no-list":
+        pytest.skip("the credentials may list")
+    ckpt_storage.save({"w": torch.ones(3)}, service.url(1), **service.options)
+    return {**LEAST, "storage_options": service.server.storage_options}
+
+
+def test_folders_are_filled_by_credentials_that_may_list(
+    service: Service, unlisted: dict[str, Any]
+) -> None:
+    """Files in the way cannot be looked for: the error names the right, and nothing is written."""
+    before, url = service.files, service.url(1)
+    calls: tuple[Callable[[], object], ...] = (
+        partial(ckpt_storage.consolidate, url, **unlisted),
+        partial(ckpt_storage.convert, url, f"{service.root}/out", to="dcp", **unlisted),
+    )
+    for call in calls:
+        with pytest.raises(ckpt_storage.StorageError) as caught:
+            call()
+        assert "s3:ListBucket" in message_of(caught.value)
+        assert service.files == before
+
+
+def test_without_the_right_to_list_a_copy_says_that_exports_are_missing(
+    service: Service, unlisted: dict[str, Any]
+) -> None:
+    """The checkpoint itself is named by its commit record."""
+    report = ckpt_storage.copy(service.url(1), f"s3://{service.bucket}/copy", **unlisted)
+    assert "s3:ListBucket" in report.failed_exports["."]
+    found = {"w": torch.zeros(3)}
+    ckpt_storage.load(found, report.url, **service.options)
+    assert same(found, {"w": torch.ones(3)})
 
 
 @pytest.fixture
@@ -83,6 +121,32 @@ def test_another_format_is_written(
         found = {name: torch.zeros_like(value) for name, value in state.items()}
         ckpt_storage.load(found, url, **service.options)
         assert same(found, state)
+
+
+def test_another_format_becomes_a_checkpoint(service: Service, target: dict[str, Any]) -> None:
+    """Of stock DCP on the service, on the service; it is sound, and can be replaced."""
+    for seed in (1, 2):
+        state = saved(service, seed)
+        stock, ours = (f"s3://{service.bucket}/{name}" for name in ("stock", "ours"))
+        is_second: dict[str, Any] = {**target, "overwrite": seed > 1, "max_file_bytes": "300kB"}
+        ckpt_storage.convert(service.url(1), stock, to="dcp", **is_second)
+        ckpt_storage.convert(stock, ours, to="ckpt_storage", **is_second)
+        found = {name: torch.zeros_like(value) for name, value in state.items()}
+        ckpt_storage.load(found, ours, **service.options)
+        assert same(found, state)
+        assert service.verify(ours) == []
+
+
+def test_an_export_is_copied_by_its_own_url(service: Service, target: dict[str, Any]) -> None:
+    """The storage copies its files by itself, or they are read and sent."""
+    state = saved(service, 1)
+    options = {**LEAST, "storage_options": target["storage_options"]}
+    export = ckpt_storage.consolidate(service.url(1), max_file_bytes="300kB", **options)
+    for copies in ("auto", "never"):
+        copied = f"s3://{service.bucket}/{copies}"
+        ckpt_storage.copy(export.output_url, copied, copies=copies, **target)
+        assert same(weights(service, copies), state)
+        assert service.verify(copied) == []
 
 
 def test_a_copy_takes_exports_along(service: Service, target: dict[str, Any]) -> None:
