@@ -13,26 +13,24 @@ from typing import Any
 import pytest
 from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, finish
-
-DEADLINE_S = 300.0
+from limits import JOB_S
 
 
 def run_driver(folder: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments]
-    return finish(command, folder, deadline_s=DEADLINE_S)
+    return finish(command, folder)
 
 
 def processes_naming(text: str) -> list[str]:
-    found = []
+    commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if text in command:
-                found.append(command)
-    return found
+                commands.append(command)
+    return commands
 
 
-@pytest.mark.timeout(DEADLINE_S + 120)
 def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
     """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 1."""
     words = ["--steps", "12", "--save-every", "4", "--other-ranks", "1"]
@@ -54,7 +52,6 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
     assert processes_naming(str(tmp_path)) == []
 
 
-@pytest.mark.timeout(DEADLINE_S + 120)
 def test_main_job_on_the_embedded_s3_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,10 +66,9 @@ def test_main_job_on_the_embedded_s3_server(
             self, command: list[str], *, env: dict[str, str], stderr: Any, **_: Any
         ) -> None:
             at = command.index(str(main_job.TRAIN_SCRIPT))
-            more: dict[str, Any] = {"folder": tmp_path, "deadline_s": DEADLINE_S}
             environment = {**env, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
             self.code, output = run_script(
-                *command[at:], environment=environment, ranks=int(command[at - 1]), **more
+                *command[at:], folder=tmp_path, environment=environment, ranks=int(command[at - 1])
             )
             print(output, file=stderr)  # None: to standard output
 
@@ -86,7 +82,7 @@ def test_main_job_on_the_embedded_s3_server(
     stub = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutError)
     monkeypatch.setattr(main_job, "subprocess", stub)
     asked = {"steps": 6, "save_every": 2, "kill_at": 4, "saving": "process"}
-    options = argparse.Namespace(**asked, ranks=2, other_ranks=[], deadline_s=DEADLINE_S)
+    options = argparse.Namespace(**asked, ranks=2, other_ranks=[], deadline_s=JOB_S)
     with main_job.embedded_s3() as (url, storage_options):
         driver = main_job.Driver(options, f"{url}/x", storage_options, tmp_path)
         driver.main_job()

@@ -28,12 +28,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from limits import SLACK_S
+
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent / "support"), str(_HERE.parents[1])]
 
 from launch_history import (  # noqa: E402  # found where this script lies
     ANY_PROCESS,
-    SLACK_S,
     Bounds,
     Event,
     Findings,

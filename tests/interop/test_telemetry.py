@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from dcp_cases import seeded
 from integration_tools import missing
+from limits import HANG_S
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver
@@ -165,7 +166,7 @@ def test_nothing_is_imported_for_a_program_that_does_not_use_it(tmp_path: Path) 
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout.strip() == "[]"

@@ -16,11 +16,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import HANG_S, SLACK_S
 from rank_threads import (
-    END_S,
     LONG,
     POLL_S,
-    SLACK_S,
     TERMS,
     Ended,
     Fault,
@@ -201,7 +200,7 @@ def _check_silent_rank(who: int) -> None:
                     "the heartbeat did not arrive",
                 )
                 store.silent.add(who)
-                assert hold.wait(END_S)
+                assert hold.wait(HANG_S)
                 return
             try:
                 operation.all_gather(b"")
@@ -233,10 +232,10 @@ def _check_busy_rank(who: int) -> None:
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             # Deadlines in the order of the ranks' patience, however slow a thread is.
-            all_have_met.wait(END_S)
+            all_have_met.wait(HANG_S)
             operation.phase("write", total_bytes=10)
             if ranks.rank == who:
-                assert done.wait(END_S)
+                assert done.wait(HANG_S)
                 return
             try:
                 operation.all_gather(b"")
@@ -371,7 +370,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
 ) -> None:
     """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
     left = threading.Event()
-    monkeypatch.setattr(rounds_module, "_FINISH_S", END_S)
+    monkeypatch.setattr(rounds_module, "_FINISH_S", HANG_S)
 
     def body(ranks: RankGroup) -> bytes:
         with ranks.operation("the test", timeouts=LONG) as operation:
@@ -401,7 +400,7 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
             if ranks.is_coordinator:
                 operation.must_discard = True
                 raise CheckpointError("rank 0 failed")
-            may_leave.wait(END_S)
+            may_leave.wait(HANG_S)
             operation.broadcast(b"")
         may_leave.set()
         return operation.must_discard
@@ -421,7 +420,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
             operation.phase("commit")
             if ranks.rank == 1:
                 store.silent.add(1)
-                assert gone.wait(END_S)
+                assert gone.wait(HANG_S)
                 return b"dead"
             answer = operation.broadcast(b"done")
         gone.set()
@@ -442,7 +441,7 @@ def test_a_coordinator_that_ends_overwrites_no_failure() -> None:
                 operation.meet(TERMS)
                 if ranks.rank == 1:
                     raise StorageError("no space")
-                assert failed.wait(END_S)
+                assert failed.wait(HANG_S)
         finally:
             failed.set()
 

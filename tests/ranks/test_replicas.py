@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from front_door_cases import caught
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -215,7 +216,7 @@ def test_a_preemption_save_is_never_refused(rank: int, tmp_path: Path) -> None:
     """What differs by 1 MiB is stored from the lowest rank, with an error in the log."""
     records = _listen()
     state = {"w": torch.full((LARGE,), float(rank))}
-    with CheckpointManager(tmp_path, preemption=lambda: True, timeout=20.0) as manager:
+    with CheckpointManager(tmp_path, preemption=lambda: True, timeout=HANG_S) as manager:
         assert type(caught(manager.save, 1, state, sync_files=False)) is RankMismatchError
         step = next(filter(manager.should_save, count(2)))
         manager.save(step, state, replicas="raise", sync_files=False)

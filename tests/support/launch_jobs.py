@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from limits import HANG_S, JOB_S
+
 import ckpt_storage
 
 Event = dict[str, Any]
@@ -133,7 +135,7 @@ class Logs:
         ]
 
     def wait_for(
-        self, count: int, event: str, *, limit_s: float = 60, **values: Any
+        self, count: int, event: str, *, limit_s: float = HANG_S, **values: Any
     ) -> list[Event]:
         """Wait until so many such events are there."""
         end_s = time.monotonic() + limit_s
@@ -223,7 +225,7 @@ class Job:
                     os.kill(event["pid"], STACKS_SIGNAL)
         time.sleep(0.5)
 
-    def run(self, limit_s: float = 60) -> int:
+    def run(self, limit_s: float = JOB_S) -> int:
         """Run to the end; return the exit code."""
         with self:
             return self.wait(limit_s)
@@ -238,7 +240,7 @@ def parent_of(pid: int) -> int | None:
 def is_alive(pid: int, seen_s: float) -> bool:
     """Return whether the process that had this id at `seen_s` (monotonic) exists, and no zombie.
 
-    Ids are given to new processes again.
+    The system reuses the ids of ended processes.
     """
     return parent_of(pid) is not None and not is_reused(pid, seen_s)
 

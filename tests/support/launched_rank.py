@@ -206,7 +206,7 @@ class Trainer:
     def load(self) -> None:
         with self.log.call("load") as outcome:
             is_loaded = self._load()
-            outcome["found"] = is_loaded
+            outcome["is_loaded"] = is_loaded
         if is_loaded:
             self.step = int(self.state["step"])
         seen: list[Any] = [None] * self.world_size

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
+from limits import HANG_S
 
 from ckpt_storage import CheckpointError, Timeouts
 from ckpt_storage.coordination import operation as operation_module
@@ -29,13 +30,7 @@ from ckpt_storage.coordination.rounds import ByRank
 PREFIX = "test"
 
 POLL_S = 0.002
-END_S = 20.0
-"""After this a thread hangs; far longer than any test takes."""
-
 LONG = Timeouts()
-SLACK_S = 5.0
-"""What is promised beyond a deadline."""
-
 TERMS = {"the options": "none"}
 
 
@@ -180,7 +175,7 @@ class _Client(StoreClient):
         self._goes_on = shared.goes_on(rank)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        assert self._goes_on.wait(END_S)
+        assert self._goes_on.wait(HANG_S)
         return super().call(name, *args, **options)
 
 
@@ -239,7 +234,7 @@ class Connection:
         fault = shared.find_fault(request)
         if fault is not None and fault.effect == "hangs":
             fault.seen.set()
-            assert fault.released.wait(END_S)
+            assert fault.released.wait(HANG_S)
         elif fault is not None and fault.effect != "reply lost":
             self._is_broken = fault.effect in {"broken", "swallowed"}
             fault.seen.set()
@@ -296,7 +291,7 @@ def group(
 
 
 def run(ranks: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list[Ended]:
-    """Run `body` as every rank, each in a thread; fail if one does not end."""
+    """Run `body` as every rank, each in a thread; fail unless all end."""
     ended: dict[int, Ended] = {}
 
     def main(rank: RankGroup) -> None:
@@ -313,7 +308,7 @@ def run(ranks: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list
     ]
     for thread in threads:
         thread.start()
-    end_s = time.monotonic() + END_S
+    end_s = time.monotonic() + HANG_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
     assert len(ended) == len(ranks), f"ranks hang; ended: {ended}"
@@ -392,7 +387,7 @@ def each(cases: Iterable[Any], check: Callable[..., object]) -> None:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + END_S / 2
+    end_s = time.monotonic() + HANG_S / 2
     while not condition():
         assert time.monotonic() < end_s, what
         time.sleep(POLL_S)
