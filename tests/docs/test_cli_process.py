@@ -152,7 +152,7 @@ def test_shells_complete() -> None:
 def test_a_stream_that_takes_nothing_changes_no_exit_code(
     last: Path, tmp_path: Path, stream: str, *, is_sound: bool
 ) -> None:
-    """Exit code 0 or 1 says whether the checkpoint is sound, whichever standard streams are closed."""
+    """The exit code says whether it is sound, whichever standard streams are closed."""
     folder = Path(shutil.copytree(last, tmp_path / "run"))
     if not is_sound:
         (shard,) = folder.glob("saves/*/*.distcp")
