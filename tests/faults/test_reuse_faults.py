@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from dcp_cases import same, seeded
-from fault_tools import Faulty, each_fault
+from fault_tools import Faulty, Racing, each_fault
 from local_stores import local_store
 
 import ckpt_storage
@@ -22,7 +22,7 @@ from ckpt_storage import CheckpointError, CheckpointNotFoundError, RetryPolicy, 
 from ckpt_storage.errors import CheckpointInProgressError, StorageError
 from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Action, Script
+from ckpt_storage.testing.faults import Action
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
@@ -167,25 +167,6 @@ def test_a_copy_for_which_there_is_no_space_fails_the_save(
     with pytest.raises(StorageError, match="the disk is full"):
         save(1, str(tmp_path / "1"), base=str(tmp_path / "0"))
     assert values_of(str(tmp_path / "1")) is None
-
-
-T = TypeVar("T")
-
-
-class Racing(Script):
-    """Lets a rival do all of its work before one operation."""
-
-    def __init__(self, at: int, rival: Callable[[], object]) -> None:
-        super().__init__()
-        self.at, self.rival, self.count = at, rival, 0
-
-    def play(
-        self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
-    ) -> T:
-        self.count += 1
-        if self.count == self.at:
-            self.rival()
-        return super().play(operation, path, call, half)
 
 
 RIVALS: dict[str, Callable[[str], object]] = {

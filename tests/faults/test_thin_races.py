@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import part_cases
 import pytest
 from copy_cases import files_below
 from dcp_cases import same, seeded
-from fault_tools import Faulty
+from fault_tools import Faulty, Racing
 
 import ckpt_storage
 from ckpt_storage import errors, open_checkpoint, thin, verify
@@ -27,7 +27,6 @@ from ckpt_storage.testing.faults import Script, SimulatedCrash
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-T = TypeVar("T")
 Rival = Callable[[Path], object]
 
 WHOLE: dict[str, Any] = {"model": seeded(1, 300), "extra": seeded(2, 40), "optim": seeded(3, 900)}
@@ -58,26 +57,6 @@ RIVALS: dict[str, Rival] = {
     "deleter": partial(ckpt_storage.delete, missing_ok=True),
     "reader": verify,
 }
-
-
-class Racing(Script):
-    """Lets a rival do all of its work before one operation, and ends the process there if asked."""
-
-    def __init__(self, at: int, rival: Callable[[], object], *, is_killed: bool) -> None:
-        super().__init__()
-        self.at, self.rival, self.is_killed = at, rival, is_killed
-        self.count = 0
-
-    def play(
-        self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
-    ) -> T:
-        self.count += 1
-        if self.count == self.at:
-            self.rival()
-        if self.crashed or (self.is_killed and self.count >= self.at):
-            self.crashed = True
-            raise SimulatedCrash
-        return super().play(operation, path, call, half)
 
 
 @pytest.fixture

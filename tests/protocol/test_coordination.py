@@ -257,15 +257,8 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline() -> None:
     each(itertools.product(("fails", "hangs"), ("before", "in the middle")), _check_lost_store)
 
 
-def _check_lost_store(how: str, when: str) -> None:
-    store = SharedStore()
-    hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
-
-    def lose() -> None:
-        if how == "fails":
-            store.cut(2)
-        else:
-            store.add_fault(hanging)
+def _lose_store(store: SharedStore, lose: Callable[[], object], when: str) -> list[Ended]:
+    """Run an operation of three ranks that lose the store before it or in its write."""
 
     def body(ranks: RankGroup) -> None:
         timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
@@ -276,10 +269,21 @@ def _check_lost_store(how: str, when: str) -> None:
                 lose()
             operation.all_gather(b"")
 
+    ranks = group(store, 3)
     if when == "before":
         lose()
+    return run(ranks, body)
+
+
+def _check_lost_store(how: str, when: str) -> None:
+    store = SharedStore()
+    hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
+    loses: dict[str, Callable[[], object]] = {
+        "fails": lambda: store.cut(2),
+        "hangs": lambda: store.add_fault(hanging),
+    }
     try:
-        ended = run(group(store, 3), body)
+        ended = _lose_store(store, loses[how], when)
     finally:
         hanging.released.set()
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
@@ -295,20 +299,7 @@ def _check_lost_store(how: str, when: str) -> None:
 def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
     """Each names itself, as nobody knows more, within the deadline."""
     store = SharedStore()
-
-    def body(ranks: RankGroup) -> None:
-        timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
-        with ranks.operation("the test", timeouts=timeouts) as operation:
-            operation.meet(TERMS)
-            operation.phase("write")
-            if ranks.rank == 2:
-                store.cut(0, 1, 2)
-            operation.all_gather(b"")
-
-    ranks = group(store, 3)
-    if when == "before":
-        store.cut(0, 1, 2)
-    ended = run(ranks, body)
+    ended = _lose_store(store, lambda: store.cut(0, 1, 2), when)
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
         assert isinstance(error, RankFailedError)
         assert (error.rank, error.is_silent) == (rank, True)

@@ -20,7 +20,7 @@ import ckpt_storage
 from ckpt_storage import AsyncSaver, RankFailedError, StorageError
 from ckpt_storage.saves.session import SaveSession
 
-SLOW_S = 0.5
+SLOW_S = 2.0
 
 
 @contextlib.contextmanager

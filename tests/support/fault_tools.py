@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from fork_server import ForkServer, shared_server
@@ -17,10 +17,11 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, abilities, registry
 from ckpt_storage.store.backend import Backend, Settings
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, Script
+from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, Script, SimulatedCrash
 
 ONCE = RetryPolicy(attempt_count=1)
 
+T = TypeVar("T")
 Wrap = Callable[[Location, Backend], Backend]
 
 
@@ -92,6 +93,26 @@ class ScriptedBackends:
         finally:
             self._script = None
             abilities.forget_all()
+
+
+class Racing(Script):
+    """Runs a rival before operation `at`; with `is_killed` the process ends there."""
+
+    def __init__(self, at: int, rival: Callable[[], object], *, is_killed: bool = False) -> None:
+        super().__init__()
+        self.at, self.rival, self.is_killed = at, rival, is_killed
+        self.count = 0
+
+    def play(
+        self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
+    ) -> T:
+        self.count += 1
+        if self.count == self.at:
+            self.rival()
+        if self.crashed or (self.is_killed and self.count >= self.at):
+            self.crashed = True
+            raise SimulatedCrash
+        return super().play(operation, path, call, half)
 
 
 @pytest.fixture
