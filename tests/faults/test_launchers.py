@@ -1,6 +1,7 @@
-"""Jobs under real torchrun: signals of launchers, late ranks, skipped saves, stalls, restarts.
+"""Training jobs: signals of launchers, late ranks, skipped saves, stalls, restarts.
 
-Each job trains and saves every 5 steps (`launched_rank.py`); faults hit one of its saves.
+Each job trains and saves every 5 steps (`launched_rank.py`); faults hit one of its saves. Signals
+to a job's process groups, and restarts, run under real torchrun.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def test_preemption_save_is_made_after_a_failed_save(tmp_path: Path) -> None:
     ]
     given = {**MANAGER, "mode": "thread"}
     settings = Settings(**given, folder=tmp_path, every=40, faults=faults)
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     step = logs.all("preempted")[0]["step"]
     assert steps_committed(tmp_path) == [40, step]
 
@@ -161,7 +162,7 @@ def test_skipped_background_save(tmp_path: Path, mode: dict[str, Any]) -> None:
     """One rank skips one save of a rolling URL: that save fails with both steps, the next is OK."""
     faults = [fault(2, 1, "skip")]
     settings = Settings(**mode, folder=tmp_path, steps=25, faults=faults)
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert outcomes(logs, 10) == ["failed"]
     assert "10" in message_of(logs, 10)
     assert "15" in message_of(logs, 10)
@@ -172,7 +173,7 @@ def test_skipped_background_save(tmp_path: Path, mode: dict[str, Any]) -> None:
 def test_skipped_save_of_ranks_in_lockstep(tmp_path: Path) -> None:
     """Others wait their deadline where the skipping rank sits in a collective; the next is OK."""
     settings = Settings(folder=tmp_path, steps=20, faults=[fault(2, 1, "skip")])
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert outcomes(logs, 10) in (["failed"], ["timed-out"])
     assert "ank 1" in message_of(logs, 10)
     assert [outcomes(logs, step) for step in (15, 20)] == 2 * [["committed", "committed"]]
@@ -184,7 +185,7 @@ def test_skipped_save_of_ranks_that_run_apart(tmp_path: Path) -> None:
     settings = Settings(
         folder=tmp_path, steps=25, lockstep_every=25, timeouts=PATIENT, faults=faults
     )
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert outcomes(logs, 10) == ["failed"]
     assert "10" in message_of(logs, 10)
     assert "15" in message_of(logs, 10)
@@ -197,16 +198,16 @@ def test_late_rank_joins_no_later_save(tmp_path: Path) -> None:
     faults = [fault(2, 1, "delay", seconds=7.0)]
     given = {**THREAD, "timeouts": QUICK_TIMEOUTS}
     settings = Settings(**given, folder=tmp_path, steps=25, lockstep_every=25, faults=faults)
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert outcomes(logs, 25) == ["committed", "committed"]
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_restart_under_the_same_torchrun(tmp_path: Path, rendezvous: Any) -> None:
+@pytest.mark.parametrize("launcher", ["c10d", "static"])
+def test_restart_under_the_same_torchrun(tmp_path: Path, launcher: Any) -> None:
     """Ranks that torchrun starts again, over the same store, load and save."""
     faults = [fault(3, 1, "signal", signal="SIGKILL")]
     settings = Settings(folder=tmp_path, steps=30, timeouts=PATIENT, has_finals=True, faults=faults)
-    logs = finished(Job(settings, max_restarts=1, rendezvous=rendezvous))
+    logs = finished(Job(settings, max_restarts=1, launcher=launcher))
     assert {event["step"] for event in logs.all("ready", life=1)} == {10}
     assert [event["attempt"] for event in logs.all("final")] == [1, 1]
 
@@ -219,7 +220,7 @@ def test_held_interpreter_lock(tmp_path: Path, mode: dict[str, Any], rank: int) 
     faults = [*slow(2), fault(2, rank, "gil", seconds=STALL_S, after=True)]
     given = {**mode, "timeouts": STALLED}
     settings = Settings(**given, folder=tmp_path, steps=20, faults=faults)
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert_stall_was_survived(logs, "thread" if mode is THREAD else "process")
 
 
@@ -241,7 +242,7 @@ def stalled(folder: Path, mode: dict[str, Any], pid_of: Callable[[Logs], int]) -
     """Run a job, and stop the process that `pid_of(logs)` names while the second save runs."""
     given = {**mode, "timeouts": STALLED}
     settings = Settings(**given, folder=folder, steps=20, faults=slow(2))
-    with Job(settings) as job:
+    with Job(settings, launcher="forks") as job:
         for rank in (0, 1):
             job.logs.wait_for(1, "returned", name="begin", step=10, rank=rank)
         pid = pid_of(job.logs)
@@ -284,7 +285,7 @@ def test_broken_store_connections(tmp_path: Path, rank: int, api: Any) -> None:
     """A rank whose connections to the store break in a save makes new ones, and it commits."""
     faults = [*slow(2), fault(2, rank, "break", after_s=SLOW_S / 2)]
     settings = Settings(folder=tmp_path, api=api, steps=20, timeouts=PATIENT, faults=faults)
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert logs.all("fault", rank=rank)[-1]["connections"] > 0
     assert [outcomes(logs, step) for step in (10, 15, 20)] == 3 * [["committed", "committed"]]
 
@@ -296,7 +297,7 @@ def test_call_that_raises_on_one_rank(tmp_path: Path, api: Any, by: str) -> None
     settings = Settings(
         folder=tmp_path, api=api, steps=20, timeouts=PATIENT, faults=[fault(2, 1, "raise", by=by)]
     )
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert outcomes(logs, 10) == ["failed", "failed"]
     (call,) = logs.all("call", step=10, rank=0, name="save" if api == "save" else "begin")
     ends = logs.all("ended", step=10, rank=0) + logs.all("raised", step=10, rank=0)
@@ -310,14 +311,14 @@ def test_raised_error_is_no_cause_of_another(tmp_path: Path) -> None:
     settings = Settings(
         **THREAD, folder=tmp_path, steps=40, on_error="raise", faults=[fault(2, 1, "raise")]
     )
-    logs = finished(Job(settings))
+    logs = finished(Job(settings, launcher="forks"))
     assert [outcomes(logs, step) for step in (30, 35, 40)] == 3 * [["committed", "committed"]]
 
 
 def test_no_rank_outlives_its_job(tmp_path: Path) -> None:
     """Ranks and workers of a job whose torchrun is killed are gone after its ranks."""
     settings = Settings(**PROCESS, folder=tmp_path)
-    with Job(settings) as job:
+    with Job(settings, launcher="forks") as job:
         job.logs.wait_for(2, "ended")
         workers = job.logs.all("worker")
         for event in job.logs.all("start"):

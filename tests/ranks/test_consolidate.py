@@ -27,6 +27,7 @@ from front_door_cases import caught
 from limits import HANG_S, SLACK_S
 from on_ranks import gathered, on_ranks
 from safetensors import safe_open
+from saver_cases import quick_saver
 from test_dcp_memory import peak_mib
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, ConsolidateOptions, SaveState, errors
+from ckpt_storage import ConsolidateOptions, SaveState, errors
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.conversion import TargetFormat
 from ckpt_storage.export.convert import convert
@@ -197,7 +198,7 @@ def test_a_save_exports_what_it_committed(tmp_path: Path, mode: Any) -> None:
         info = ckpt_storage.save(state(), url, consolidate=True, timeout=HANG_S)
     else:
         options = ConsolidateOptions(max_file_bytes=3000, output=output)
-        with AsyncSaver(mode=mode, timeout=HANG_S) as saver:
+        with quick_saver(mode) as saver:
             handle = saver.save(state(), url, consolidate=options)
             info = handle.result()
             assert handle.state is SaveState.COMMITTED
@@ -212,7 +213,7 @@ def test_a_save_exports_what_it_committed(tmp_path: Path, mode: Any) -> None:
 def test_a_failed_export_leaves_the_checkpoint_committed(tmp_path: Path) -> None:
     """The error carries the committed checkpoint, the state stays COMMITTED, on all ranks."""
     options = ConsolidateOptions(include=["nothing.like.it"])
-    with AsyncSaver(mode="process", timeout=HANG_S) as saver:
+    with quick_saver("process") as saver:
         handle = saver.save(state(), tmp_path / "one", consolidate=options)
         error = handle.exception()
         assert isinstance(error, errors.ConsolidationError), error

@@ -119,13 +119,21 @@ def run_script(
     for place, log in zip(places, logs, strict=True):
         for ending in ("out", "err", "code"):
             Path(f"{log}.{ending}").unlink(missing_ok=True)
-        job = str(script), arguments, str(folder), {**environment, **place}
-        shared_server().start(log, _run_script, *job)
+        start_script(
+            log, str(script), *arguments, folder=folder, environment={**environment, **place}
+        )
     codes = exit_codes(logs, JOB_S)
     outputs = [Path(f"{log}.out") for log in logs]
     text = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
     assert None not in codes, f"did not end within {JOB_S} s:\n{text}"
     return next((code for code in codes if code), 0), text
+
+
+def start_script(
+    log: Path, script: str, *arguments: str, folder: Path, environment: Mapping[str, str]
+) -> None:
+    """Start a script as `python script.py`; its output is `log`.out, its exit code `log`.code."""
+    shared_server().start(log, _run_script, script, arguments, str(folder), dict(environment))
 
 
 # What follows runs in the server and its forks.
