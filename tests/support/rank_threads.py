@@ -80,12 +80,13 @@ class SharedStore:
     """The store of a job: a `HashStore` to which each rank has connections.
 
     `unreachable` are the ranks of which every request fails. The heartbeats of `silent` ranks get
-    lost. `requests` are all requests so far, without waits.
+    lost. `requests` are all requests so far, without waits; `named` are the keys that they named.
     """
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.changed = threading.Condition()
+        self.named: set[str] = set()
         self.requests: list[Request] = []
         self.unreachable: set[int] = set()
         self.silent: set[int] = set()
@@ -143,14 +144,20 @@ class SharedStore:
     def copy(self) -> SharedStore:
         """Return a store with the same keys, as restarted processes see it."""
         copy = SharedStore()
-        for key in self.store.list_keys():
+        copy.named = self._present()
+        for key in copy.named:
             copy.store.set(key, self.store.get(key))  # type: ignore[arg-type]  # bytes will do
         return copy
 
+    def _present(self) -> set[str]:
+        # `Store.list_keys` is newer than torch 2.9.
+        with self.changed:
+            return {key for key in self.named if self.store.check([key])}
+
     def key_names(self) -> list[str]:
         """Return all keys but heartbeats, without the prefix."""
-        names = self.store.list_keys()
-        return sorted(name.removeprefix(f"{PREFIX}/") for name in names if "/alive/" not in name)
+        names = (name for name in self._present() if "/alive/" not in name)
+        return sorted(name.removeprefix(f"{PREFIX}/") for name in names)
 
     def numbers(self) -> set[int]:
         """Return the numbers of the operations of which keys are left."""
@@ -243,6 +250,7 @@ class Connection:
             raise ConnectionError("The request is lost.")
         result = getattr(shared.store, method)(*args)
         with shared.changed:
+            shared.named.update(keys)
             shared.changed.notify_all()
         if fault is not None and fault.effect == "reply lost":
             fault.seen.set()
