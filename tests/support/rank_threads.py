@@ -76,6 +76,17 @@ class Fault:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A wait for keys, and whether all of them were there at one instant."""
+
+    keys: list[str]
+    is_met: bool = False
+
+    def look(self, store: dist.Store) -> None:
+        self.is_met = self.is_met or store.check(self.keys)
+
+
 class SharedStore:
     """The store of a job: a `HashStore` to which each rank has connections.
 
@@ -91,12 +102,30 @@ class SharedStore:
         self.unreachable: set[int] = set()
         self.silent: set[int] = set()
         self._faults: list[Fault] = []
+        self._waiters: list[_Waiter] = []
         self._goes_on: dict[int, threading.Event] = {}
 
     def connect(self, rank: int) -> Connection:
         if rank in self.unreachable:
             raise ConnectionError("The store cannot be reached.")
         return Connection(self, rank)
+
+    @contextmanager
+    def waiting(self, waiter: _Waiter) -> Iterator[None]:
+        """Note each change to a waiter, as the server of a `TCPStore` does: keys may be deleted."""
+        self._waiters.append(waiter)
+        waiter.look(self.store)
+        try:
+            yield
+        finally:
+            self._waiters.remove(waiter)
+
+    def note_change(self, keys: Iterable[str]) -> None:
+        """Let waiters see a change; called under the lock."""
+        self.named.update(keys)
+        for waiter in self._waiters:
+            waiter.look(self.store)
+        self.changed.notify_all()
 
     def keys_of(self, rank: int) -> KeyValues:
         return KeyValues(_Client(self, rank), PREFIX)
@@ -220,8 +249,9 @@ class Connection:
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         shared, end_s = self._shared, time.monotonic() + timeout.total_seconds()
-        with shared.changed:
-            while not shared.store.check(keys):
+        waiter = _Waiter(keys)
+        with shared.changed, shared.waiting(waiter):
+            while not waiter.is_met:
                 self._check_connection()
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
@@ -248,10 +278,12 @@ class Connection:
             if fault.effect == "swallowed" and method in {"set", "multi_set"}:
                 return None
             raise ConnectionError("The request is lost.")
-        result = getattr(shared.store, method)(*args)
-        with shared.changed:
-            shared.named.update(keys)
-            shared.changed.notify_all()
+        if method in {"check", "multi_get"}:
+            result = getattr(shared.store, method)(*args)
+        else:
+            with shared.changed:
+                result = getattr(shared.store, method)(*args)
+                shared.note_change(keys)
         if fault is not None and fault.effect == "reply lost":
             fault.seen.set()
             raise ConnectionError("The reply is lost.")
