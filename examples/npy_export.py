@@ -20,8 +20,9 @@ from ckpt_storage.export.folder import PlainFolder
 from ckpt_storage.export.output import ExportSpec, WriteSummary
 from ckpt_storage.export.plan import Fixed, OutFile, elements_of
 from ckpt_storage.export.run import group_of, run_together
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES, checked_path
+from ckpt_storage.format.names import checked_path
 from ckpt_storage.store import Location
 
 if TYPE_CHECKING:

@@ -55,6 +55,7 @@ _RETRY = "tests/stores/test_store_retry.py"
 _REUSE = "tests/api/test_reuse.py"
 _ROUNDS = "tests/protocol/test_rounds.py"
 _SCHEDULE = "tests/unit/test_schedule.py"
+_SHARED_DAMAGE = "tests/faults/test_shared_damage.py"
 _SHARED_UPLOAD = "tests/stores/test_store_shared_upload.py"
 _STAGING = "tests/ranks/test_staging.py"
 _STOCK = "tests/format/test_stockmeta.py"
@@ -65,6 +66,25 @@ _WORKER = "tests/unit/test_worker_save.py"
 _WRITER = "tests/stores/test_filewriter.py"
 
 _MANAGER_MUTANTS = [
+    Mutant(
+        "manager/root.py",
+        "deep=deep or self.damage_count > 0",
+        "deep=deep",
+        [f"{_SHARED_DAMAGE}::test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file"],
+    ),
+    Mutant("manager/root.py", "self.damage_count += 1", "pass", [_SHARED_DAMAGE]),
+    Mutant(
+        "manager/step_save.py",
+        "if self._root.damage_count == self._damage_count:",
+        "if self._name:",
+        [f"{_SHARED_DAMAGE}::test_a_save_that_links_the_file_while_its_damage_is_found_is_no_base"],
+    ),
+    Mutant(
+        "manager/resume.py",
+        "if not root.damage_count:",
+        "if root.location:",
+        [f"{_SHARED_DAMAGE}::test_a_restore_of_some_values_vouches_for_no_others"],
+    ),
     Mutant(
         "manager/retention.py",
         "if newest is None or by_step(folder) > by_step(newest):",
@@ -531,6 +551,12 @@ _STORE_MUTANTS = [
         [f"{_LOCAL}::test_a_long_name_leaves_room_for_the_temporary_one"],
     ),
     Mutant(
+        "store/backends/links.py",
+        "posix.link(source, temporary)",
+        "os.symlink(source, temporary)",
+        [f"{_REUSE}::test_each_checkpoint_is_whole_by_itself"],
+    ),
+    Mutant(
         "store/backends/local.py",
         "if not is_near or folder.startswith",
         "if folder.startswith",
@@ -632,8 +658,8 @@ _STORE_MUTANTS = [
     Mutant("store/store.py", "        if not folder:\n", "        if folder is None:\n", [_LOCAL]),
     Mutant(
         "store/range_reads.py",
-        "lent.release()",
-        "lent.tobytes",
+        "buffer.release()",
+        "buffer.tobytes()",
         [f"{_RETRY}::test_memory_is_not_filled_once_a_read_has_ended"],
     ),
     Mutant(
@@ -641,12 +667,6 @@ _STORE_MUTANTS = [
         "key=len, reverse=True)",
         "key=len)",
         ["tests/unit/test_redaction.py"],
-    ),
-    Mutant(
-        "store/upload.py",
-        'if self._state == "aborted" and self._is_owner:',
-        'if self._state == "never" and self._is_owner:',
-        [f"{_SHARED_UPLOAD}::test_an_upload_is_aborted_again_after_a_part_that_came_late"],
     ),
     Mutant(
         "store/upload.py",
@@ -811,7 +831,7 @@ _COMMIT_MUTANTS = [
         [f"{_COMMIT}::test_a_head_that_leads_astray_is_refused"],
     ),
     Mutant(
-        "commit/slotlog.py",
+        "transfer/objects.py",
         "if reference.size_bytes > max_bytes:",
         "if reference.size_bytes < 0:",
         [
@@ -825,7 +845,7 @@ _COMMIT_MUTANTS = [
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
-        "commit/cleaning.py",
+        "commit/fencing.py",
         "freed = [save_id for save_id in dead if save_id not in commits]",
         "freed = list(dead)",
         [_UPKEEP, _COMMIT],
@@ -895,13 +915,13 @@ _FORMAT_MUTANTS = [
         [_DOCUMENTS],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "or not inflater.eof or inflater.unused_data:",
         "or not inflater.eof:",
         [f"{_DOCUMENTS}::test_bytes_behind_a_packed_stream_are_refused"],
     ),
     Mutant(
-        "format/documents.py",
+        "format/fields.py",
         "if self.budget.remaining_bytes < 0:",
         "if size_bytes < 0:",
         [f"{_DOCUMENTS}::test_all_columns_of_a_document_share_one_limit"],
@@ -1028,7 +1048,7 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        "return digest.digest() == known",
+        "return digest.digest() == file.hash_of(at)",
         "return digest.digest() != b''",
         [f"{_REUSE}::test_a_value_that_changes_leaves_the_stable_file_for_good"],
     ),
@@ -1040,9 +1060,21 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        'if error.kind not in {*COPY_REFUSALS, "not-found"}:',
+        "if error.kind not in _COPY_FAILURES:",
         "if error.kind not in COPY_REFUSALS:",
         [f"{_REUSE}::test_a_damaged_file_is_not_linked"],
+    ),
+    Mutant(
+        "saves/base.py",
+        "return (self.manifest.host, self.manifest.pid) ==",
+        "return () !=",
+        [f"{_REUSE}::test_a_process_that_goes_on_with_a_run_hashes_again"],
+    ),
+    Mutant(
+        "saves/reuse.py",
+        "full_every or _RETRY_AT",
+        "full_every or 1000",
+        [f"{_REUSE}::test_what_stays_later_is_noticed_without_full_every"],
     ),
     Mutant(
         "saves/reuse.py",
@@ -1130,9 +1162,23 @@ _COORDINATION_MUTANTS = [
     ),
     Mutant(
         "coordination/rounds.py",
-        "self._keys.set_surely(self.arrival_key, payload, timeout_s)",
+        "self._keys.set_polled(self.arrival_key, payload, timeout_s)",
         "self._keys.set(self.arrival_key, payload, timeout_s)",
         [f"{_ROUNDS}::test_each_request_of_a_save_may_be_lost_once"],
+    ),
+    Mutant(
+        "coordination/rounds.py",
+        "return self._set_verdict(_COORDINATOR, timeout_s)",
+        "return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))",
+        [
+            f"{_ROUNDS}::test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline"
+        ],
+    ),
+    Mutant(
+        "coordination/operation_rounds.py",
+        "isinstance(release.error, PhaseTimeoutError)",
+        "not isinstance(release.error, PhaseTimeoutError)",
+        [f"{_ROUNDS}::test_a_load_that_one_rank_began_alone_fails_no_load_of_all"],
     ),
     Mutant(
         "coordination/keyvalue.py",
@@ -1147,13 +1193,13 @@ _COORDINATION_MUTANTS = [
         [f"{_ROUNDS}::test_the_coordinator_polls_with_growing_pauses"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "if number < self.number:",
         "if number <= self.number:",
         [f"{_ROUNDS}::test_the_worker_keeps_a_silent_trainer_alive"],
     ),
     Mutant(
-        "coordination/liveness.py",
+        "coordination/heartbeats.py",
         "idle_s=slowest.idle_s + own.heard_s - slowest.heard_s)",
         "idle_s=slowest.idle_s)",
         [f"{_HANDLE}::test_a_rank_that_is_silent_makes_no_progress_by_hearsay"],
@@ -1192,8 +1238,8 @@ _DCP_MUTANTS = [
 _LOADS_MUTANTS = [
     Mutant(
         "loads/items.py",
-        "                if known != number:",
-        "                if known is None:",
+        "if not _has_equal_bytes(earlier[2], expected):",
+        "if earlier is None:",
         [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),
@@ -1205,8 +1251,8 @@ _LOADS_MUTANTS = [
     ),
     Mutant(
         "loads/states.py",
-        "is not getattr(torchs, n) or n in own for n in names):",
-        "is not getattr(torchs, n) for n in names):",
+        "is getattr(base, n) and n not in own for n in names)",
+        "is getattr(base, n) for n in names)",
         [_REFUSED],
     ),
 ]

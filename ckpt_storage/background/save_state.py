@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_storage.coordination.liveness import RankProgress
+from ckpt_storage.coordination.heartbeats import RankProgress
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,

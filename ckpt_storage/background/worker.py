@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, picklable_copy
+from ckpt_storage.coordination.heartbeats import Heartbeats, heartbeat_keys
 from ckpt_storage.coordination.keyvalue import COORDINATOR, LostStoreError, StoreClient
-from ckpt_storage.coordination.liveness import Heartbeats, heartbeat_keys
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions

@@ -82,11 +82,6 @@ class WorkerProcess:
         """Process id of the worker, if it runs."""
         return self._process.pid if self._process.poll() is None else None
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the trainer's end of the pipe is closed."""
-        return self._pipe.closed
-
     def check_start(self) -> bool:
         """Return whether the worker can begin a save: `has_started`. Raises `WorkerGoneError`."""
         if not self.has_started and self._pipe.poll():

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
-from ckpt_storage.coordination.liveness import RankProgress, beat_interval_s
+from ckpt_storage.coordination.heartbeats import RankProgress, beat_interval_s
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedError
 from ckpt_storage.observe.stats import OperationStats
@@ -106,7 +106,7 @@ class WorkerSave:
 
     def _request_heartbeats(self) -> None:
         lane = self._operation.lane
-        store = None if lane.world_size == 1 else lane.keys.client.address()
+        store = None if lane.world_size == 1 else lane.keys.client.address
         if store is not None:
             request = HeartbeatRequest(
                 store=store,
@@ -129,7 +129,7 @@ class WorkerSave:
     def close(self) -> None:
         """Let the worker forget the save; end a worker that may still read the state."""
         self._operation.set_local_failure(lambda: None)
-        if self._worker.is_closed or self._request is not None:
+        if not self._worker.close.alive or self._request is not None:
             return
         try:
             if not self._call(FinishCall()):

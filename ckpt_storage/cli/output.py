@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from ckpt_storage.commit.slotlog import or_none_if_absent
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.names import COMMITS, STOCK_METADATA
 from ckpt_storage.inspect.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.inspect.views import human_bytes, shown
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.transfer.objects import or_none_if_absent
 
 
 def value_of(checkpoint: Checkpoint, fqn: str) -> Any:

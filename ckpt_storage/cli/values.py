@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
 from ckpt_storage.inspect.reading import Words, elements_of, slabs

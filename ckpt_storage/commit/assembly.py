@@ -40,19 +40,20 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, find_flaw, grid_of_rows
+from ckpt_storage.format.columns import Counts
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
-from ckpt_storage.format.documents import Counts, FileRef, seal
+from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest, PlannerData, TensorRecord, int_keys_of
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import stat_or_none
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import cleaning, publishing
 from .attempt import SaveTicket, commit
 from .report import Planned, RankReport, ReportTable, incomplete, outside, unpacked
-from .slotlog import stat_or_none
 
 log = logging.getLogger("ckpt_storage")
 

@@ -13,15 +13,16 @@ from typing import Any
 from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import FileRef, format_of, seal
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.fields import format_of
 from ckpt_storage.store.probe import find_abilities, find_all_abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .deletion import TOMBSTONE_AGE_S, log_to_extend
 from .process import process_identity
-from .publishing import check_slots, footer_of
-from .slotlog import read_log, read_slot, read_stock_tail, stamp, take_slot
+from .publishing import check_slots, footer_of, read_stock_tail
+from .slotlog import read_log, read_slot, stamp, take_slot
 
 log = logging.getLogger("ckpt_storage")
 

@@ -11,8 +11,7 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import MAX_SLOT_BYTES, unseal
 from ckpt_storage.store.store import Store
-
-from . import slotlog
+from ckpt_storage.transfer import objects
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,8 +53,8 @@ def sweep_temporary_files(store: Store, *, min_age_s: float = LEFTOVER_AGE_S) ->
     On disks, old probes are removed, too. A file of unknown age stays. Temporary files of attempts
     are deleted with the attempts.
     """
-    places = (names.STOCK_METADATA, names.COMMITS)
-    files = [file for place in places for file in store.temporary_files(place)]
+    places = (names.STOCK_METADATA, names.COMMITS) if store.capabilities.has_temporary_files else ()
+    files = [file for place in places for file in store.open_uploads(place)]
     entries = () if store.capabilities.is_remote else store.list("", recursive=False)
     probes = [entry for entry in entries if entry.path.startswith(names.PROBE_PREFIX)]
     if not files and not probes:
@@ -64,7 +63,7 @@ def sweep_temporary_files(store: Store, *, min_age_s: float = LEFTOVER_AGE_S) ->
         newest_s = store.server_time(names.probe_path()) - min_age_s
         for file in files:
             if file.modified_s is not None and file.modified_s <= newest_s:
-                store.remove_temporary_file(file)
+                store.abort_upload(file)
         old = [probe.path for probe in probes if (probe.modified_s or newest_s + 1) <= newest_s]
         store.delete(old)
 
@@ -89,4 +88,4 @@ def marker_of(store: Store, save_id: str) -> dict[str, object]:
     """Return the body of the marker of an attempt, {} without a marker."""
     path = names.begun_path(save_id)
     decode = partial(unseal, path=path)
-    return slotlog.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}
+    return objects.read_decoded(store, path, decode, max_bytes=MAX_SLOT_BYTES) or {}

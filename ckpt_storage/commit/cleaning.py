@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format import names
@@ -20,26 +19,11 @@ from .attempt_files import (
     marker_of,
     sweep_temporary_files,
 )
-from .deletion import log_to_extend
+from .fencing import commits_since, fence_and_free
 from .process import has_ended
 from .publishing import publish_head, read_footer
 
 log = logging.getLogger("ckpt_storage")
-
-
-def fence(store: Store, save_ids: Sequence[str]) -> slotlog.CommitLog:
-    """Create a fence in the next slot, after which none of `save_ids` can commit.
-
-    Returns the log that ends with the fence. Its history may have a commit of one of `save_ids`,
-    which the caller must not delete.
-    """
-    while True:
-        commit_log = log_to_extend(store)
-        slot, head = commit_log.last_slot + 1, commit_log.head.head if commit_log.head else None
-        record, is_ours = slotlog.take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
-        if is_ours:
-            return replace(commit_log, last_slot=record.slot, last=record)
-        store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
 def free_leftovers(
@@ -78,13 +62,13 @@ def free_leftovers(
         now_s = store.server_time(names.probe_path()) if dated else 0.0
         old = [save_id for save_id, time_s in dated if now_s - time_s >= min_age_s]
     if old:
-        older = _commits(store, commit_log, old)
+        older = commits_since(store, commit_log, old)
         commits = max(commits, older, key=len)
     # The manifest of an attempt goes last, and older attempts go first.
     superseded = [save_id for save_id in list(commits)[keep_previous + 1 :] if save_id in times_s][
         ::-1
     ]
-    freed = _free_commits(store, commit_log.head, superseded)
+    freed = _free_superseded(store, commit_log.head, superseded)
     dead = sorted(save_id for save_id in old if save_id not in commits)
     if dead:
         # `.metadata` may name a save from before a deletion.
@@ -94,8 +78,8 @@ def free_leftovers(
     return freed
 
 
-def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
-    """Delete commits that `head` superseded, in this order, except the one in `.metadata`."""
+def _free_superseded(store: Store, head: SlotRecord | None, save_ids: Sequence[str]) -> list[str]:
+    """Delete commits that `head` superseded, in this order, except that of `.metadata`."""
     if head is None or not save_ids:
         return []
     named = read_footer(store)
@@ -111,45 +95,10 @@ def _free_commits(store: Store, head: SlotRecord | None, save_ids: Sequence[str]
 def free_dead(store: Store, *, besides: str) -> list[str]:
     """Free attempts of any age whose coordinator ran on this host and has ended; return their ids.
 
-    For a save to a full storage; `besides` is its own id. The attempts are fenced first: one that
-    is still running fails with `CommitConflictError`.
+    For a save to a full storage; `besides` is its own id. The attempts are fenced first: an attempt
+    that is still running fails with `CommitConflictError`.
     """
     others = attempts_there(store).keys() - {besides}
     dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]
-    committed = _commits(store, slotlog.read_log(store), dead) if dead else {}
+    committed = commits_since(store, slotlog.read_log(store), dead) if dead else {}
     return fence_and_free(store, sorted({*dead} - {*committed}))
-
-
-def fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
-    """Fence attempts, and delete those that had not committed before the fence."""
-    commits = _commits(store, fence(store, dead), dead) if dead else {}
-    freed = [save_id for save_id in dead if save_id not in commits]
-    for save_id in freed:
-        log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
-        delete_attempt(store, save_id)
-    return freed
-
-
-def _commits(
-    store: Store, commit_log: slotlog.CommitLog, attempts: Iterable[str]
-) -> dict[str, SlotRecord]:
-    """Return commits by save id, newest first, down to the lowest slot that `attempts` may have.
-
-    An attempt commits above `last_slot` of its marker.
-    """
-    lowest = commit_log.last_slot
-    for save_id in attempts:
-        slot = marker_of(store, save_id).get("last_slot")
-        lowest = min(lowest, slot if isinstance(slot, int) and slot >= 0 else 0)
-    records: Iterable[SlotRecord | None] = slotlog.history(store, commit_log.head)
-    if commit_log.head is None:
-        records = (
-            slotlog.read_slot(store, slot) for slot in range(commit_log.last_slot, lowest, -1)
-        )
-    commits: dict[str, SlotRecord] = {}
-    for record in records:
-        if record is not None and record.slot <= lowest:
-            break
-        if record is not None and record.save_id is not None:
-            commits[record.save_id] = record
-    return commits

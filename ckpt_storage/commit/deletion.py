@@ -19,6 +19,7 @@ from ckpt_storage.format.documents import MAX_SLOT_BYTES
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import find_all_abilities
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 
 from . import slotlog
 from .attempt_files import attempts_there, delete_attempt, sweep_temporary_files
@@ -35,7 +36,7 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 
     The slots stay as a tombstone; a paused saver fails with `CommitConflictError`. The record names
     the attempts that exist before it, and only those are deleted: their savers aim at the slot of
-    the record or an earlier one, and later savers at later slots. Idempotent; a killed deletion
+    the record or an earlier slot, and later savers at later slots. Idempotent; a killed deletion
     leaves the old checkpoint or none. With `expected_save_id`, a checkpoint with another head is
     not deleted, but a deletion that has begun is finished. Returns whether the checkpoint is
     deleted. A `.metadata` of another tool stays. `export.removal` deletes exports. Raises
@@ -74,9 +75,9 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
 def log_to_extend(store: Store) -> slotlog.CommitLog:
     """Return the log, whose next slot may be created within `TOMBSTONE_AGE_S` / 2.
 
-    The last record of a deleted checkpoint must be younger than that: behind an older one a fence
-    is created, and slots that are older than `TOMBSTONE_AGE_S` are removed. Raises `StorageError`,
-    `PhaseTimeoutError`.
+    The last record of a deleted checkpoint must be younger than that: behind an older record a
+    fence is created, and slots that are older than `TOMBSTONE_AGE_S` are removed. Raises
+    `StorageError`, `PhaseTimeoutError`.
     """
     while True:
         store.deadline.check(f"Reading the slots of {store.url}")
@@ -142,7 +143,7 @@ def _removed(store: Store, commit_log: slotlog.CommitLog) -> bool | None:
     record = tombstone_of(store, commit_log)
     if record is not None:
         _end_deletion(store, record)
-    read = partial(slotlog.read_or_none, store, max_bytes=MAX_SLOT_BYTES)
+    read = partial(objects.read_or_none, store, max_bytes=MAX_SLOT_BYTES)
     contents = ((slot, read(names.slot_path(slot))) for slot in slotlog.listed_slots(store))
     slots = {slot: content for slot, content in contents if content is not None}
     last = slots.get(commit_log.last_slot)
@@ -172,6 +173,6 @@ def _age_s(store: Store, commit_log: slotlog.CommitLog) -> float | None:
         return None if modified_s is None else store.server_time(names.probe_path()) - modified_s
 
     try:
-        return slotlog.or_none_if_absent(age_s)  # another process may have removed it
+        return objects.or_none_if_absent(age_s)  # another process may have removed it
     except UnsupportedByStoreError:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from ckpt_storage.errors import (
@@ -27,6 +28,7 @@ from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import compare_and_swap, find_all_abilities, replaces_by_version
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import is_there, or_none_if_absent, read_or_none, read_referenced
 
 from . import slotlog
 from .info import CheckpointInfo
@@ -35,13 +37,36 @@ from .slotlog import CommitLog
 log = logging.getLogger("ckpt_storage")
 
 _PICKLE_STOP = b"."
+_FOOTER_MAX_BYTES = 512
 _MAX_ATTEMPTS = 10
 _MAX_UNCERTAIN_WRITES = 3
 
 
+def read_stock(store: Store) -> Content | None:
+    """Return `.metadata` with its version token, None if it is absent. As `read_or_none`."""
+    return read_or_none(store, STOCK_METADATA, max_bytes=MAX_STOCK_BYTES)
+
+
+def read_stock_tail(store: Store) -> Content | None:
+    """Return the end of `.metadata`, which includes the footer, and its version; None if absent."""
+
+    def read() -> Content | None:
+        return or_none_if_absent(partial(store.tail, STOCK_METADATA, _FOOTER_MAX_BYTES))
+
+    content = read()
+    is_known = (
+        content is None or content.data.endswith(_PICKLE_STOP) or split_footer(content.data)[1]
+    )
+    if not is_known:
+        # Neither a footer nor a pickle of another tool: the response may have a wrong byte.
+        store.drop_caches(STOCK_METADATA)
+        content = read()
+    return content
+
+
 def read_footer(store: Store) -> HeadRef | None:
     """Return the commit in the footer of `.metadata`, None without a footer; one small request."""
-    return footer_of(slotlog.read_stock_tail(store))
+    return footer_of(read_stock_tail(store))
 
 
 def footer_of(content: Content | None) -> HeadRef | None:
@@ -55,7 +80,7 @@ def is_foreign(store: Store, commit_log: CommitLog) -> bool:
     Another tool may save over the slots of a deleted checkpoint; its `.metadata` has no footer.
     Raises `StorageError`.
     """
-    tail = slotlog.read_stock_tail(store) if commit_log.head is None else None
+    tail = read_stock_tail(store) if commit_log.head is None else None
     return tail is not None and (commit_log.last is None or footer_of(tail) is None)
 
 
@@ -68,7 +93,7 @@ def check_slots(store: Store, commit_log: CommitLog, tail: Content | None) -> No
     if not _slot_above(store, commit_log.last_slot, tail):
         return
     store.drop_caches(STOCK_METADATA)
-    tail = slotlog.read_stock_tail(store)
+    tail = read_stock_tail(store)
     named = _slot_above(store, commit_log.last_slot, tail)
     # Read last, so that it has what was committed while the others were read.
     last_slot = slotlog.read_log(store, known=commit_log.last).last_slot
@@ -91,7 +116,7 @@ def _slot_above(store: Store, last_slot: int, tail: Content | None) -> int:
         return named.slot
     slots = [] if store.capabilities.is_remote else slotlog.listed_slots(store)
     # A network file system may list a file that was just removed.
-    is_gap = bool(slots) and slots[-1] > last_slot and slotlog.is_there(store, slot_path(slots[-1]))
+    is_gap = bool(slots) and slots[-1] > last_slot and is_there(store, slot_path(slots[-1]))
     return slots[-1] if is_gap else 0
 
 
@@ -102,7 +127,7 @@ def check_newest(store: Store, commit_log: CommitLog, tail: Content | None = Non
     be read is ignored. `tail` is the end of `.metadata`; None: one request reads it.
     """
     try:
-        tail = tail or slotlog.read_stock_tail(store)
+        tail = tail or read_stock_tail(store)
     except StorageError as error:
         log.warning("%s: .metadata cannot be read, and is ignored: %s", store.url, error)
         tail = None
@@ -174,7 +199,7 @@ def publish_head(
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         if attempt > 1 or commit_log is None:
             commit_log = slotlog.read_log(store, known=own)
-        head, current = commit_log.head, slotlog.read_stock_tail(store)
+        head, current = commit_log.head, read_stock_tail(store)
         step = _next_step(commit_log, current, may_have_written=may_have_written)
         _check_nothing_lost(store, commit_log, current, is_saver=own is not None)
         if step in {"newer", "published", "nothing"}:
@@ -241,7 +266,7 @@ def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_writt
 
 
 def _delete_seen(store: Store, seen: Content | None) -> None:
-    """Delete `.metadata`, under the condition that it is unchanged where the storage has one."""
+    """Delete `.metadata`, where the storage has conditions only if it is unchanged."""
     try:
         if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
             store.delete([STOCK_METADATA])
@@ -261,7 +286,7 @@ def _replaced(
     assert head is not None  # noqa: S101  # the caller made sure
     assert head.stock is not None  # noqa: S101  # the same
     try:
-        stock = stock or slotlog.read_referenced(store, head.stock, max_bytes=MAX_STOCK_BYTES)
+        stock = stock or read_referenced(store, head.stock, max_bytes=MAX_STOCK_BYTES)
     except IntegrityError:
         if _is_head(store, head):
             raise

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.documents import Counts, FileRef
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.rank_manifest import RankManifest
 
 Words = NDArray[np.int32]
@@ -187,7 +188,7 @@ class ReportTable:
                 f"Rank {report.rank} wrote {unplanned[0]}, which is not in the plan.", unplanned[0]
             )
         new = self._codes[numbers] < 0
-        # Of a tensor with two dtypes in this report, one is kept, and the check below raises.
+        # Of two dtypes of a tensor in this report the last is kept, and the check below raises.
         self._codes[numbers[new]] = codes[new]
         for at in np.flatnonzero(self._codes[numbers] != codes)[:1]:
             fqn = self._fqns[numbers[at]]

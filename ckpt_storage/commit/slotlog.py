@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,25 +19,16 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format import names
-from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import (
-    DAMAGED,
-    MAX_DOCUMENT_BYTES,
     MAX_SLOT_BYTES,
-    RESTORE,
-    FileRef,
 )
-from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
-from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_decoded, read_or_none, read_twice
 from ckpt_storage.transfer.workers import side_by_side
 
 T = TypeVar("T")
-
-_PICKLE_STOP = b"."
-_FOOTER_MAX_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,110 +177,6 @@ def history(store: Store, head: SlotRecord | None) -> Iterator[SlotRecord]:
     while head is not None and head.type == "commit":
         yield head
         head = read_slot(store, head.previous.slot) if head.previous else None
-
-
-def or_none_if_absent(call: Callable[[], T]) -> T | None:
-    """Return the result of `call`, None if it raises `StorageError` of kind "not-found"."""
-    try:
-        return call()
-    except StorageError as error:
-        if error.kind == "not-found":
-            return None
-        raise
-
-
-def read_or_none(store: Store, path: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Content | None:
-    """Return a document of at most `max_bytes` and its version token, None if it is absent."""
-    return or_none_if_absent(partial(store.get, path, max_bytes=max_bytes))
-
-
-def read_decoded(
-    store: Store,
-    path: str,
-    decode: Callable[[bytes], T],
-    *,
-    max_bytes: int = MAX_DOCUMENT_BYTES,
-) -> T | None:
-    """Return a decoded document, None if it is absent.
-
-    If `decode` finds damage, the document is read twice (see `read_twice`). Raises the error of the
-    second `decode`.
-    """
-
-    def read() -> T | None:
-        content = read_or_none(store, path, max_bytes=max_bytes)
-        return None if content is None else decode(content.data)
-
-    return read_twice(store, path, read)
-
-
-def read_stock(store: Store) -> Content | None:
-    """Return `.metadata` with its version token, None if it is absent. As `read_or_none`."""
-    return read_or_none(store, names.STOCK_METADATA, max_bytes=MAX_STOCK_BYTES)
-
-
-def read_stock_tail(store: Store) -> Content | None:
-    """Return the end of `.metadata`, which includes the footer, and its version; None if absent."""
-
-    def read() -> Content | None:
-        return or_none_if_absent(partial(store.tail, names.STOCK_METADATA, _FOOTER_MAX_BYTES))
-
-    content = read()
-    is_known = (
-        content is None or content.data.endswith(_PICKLE_STOP) or split_footer(content.data)[1]
-    )
-    if not is_known:
-        # Neither a footer nor a pickle of another tool: the response may have a wrong byte.
-        store.drop_caches(names.STOCK_METADATA)
-        content = read()
-    return content
-
-
-def is_there(store: Store, path: str) -> bool:
-    """Return whether a file exists."""
-    return stat_or_none(store, path) is not None
-
-
-def stat_or_none(store: Store, path: str) -> ObjectInfo | None:
-    """Return length and time of a file, None if it is absent."""
-    return or_none_if_absent(partial(store.stat, path))
-
-
-def read_referenced(
-    store: Store, reference: FileRef, *, max_bytes: int = MAX_DOCUMENT_BYTES
-) -> bytes:
-    """Return a referenced document after checking its length and checksum.
-
-    Raises `StorageError`, and `IntegrityError` for a damaged or missing document and for a
-    reference to more than `max_bytes`.
-    """
-    if reference.size_bytes > max_bytes:
-        what = (
-            f"{store.url}: the length of {reference.path} is recorded as {reference.size_bytes} "
-            f"bytes; such a document has at most {max_bytes}."
-        )
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
-
-    def checked(data: bytes) -> bytes:
-        check_document(data, reference)
-        return data
-
-    data = read_decoded(store, reference.path, checked, max_bytes=reference.size_bytes)
-    if data is None:
-        what = f"{store.url}: {reference.path} is missing."
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=RESTORE)
-    return data
-
-
-def check_document(data: bytes, reference: FileRef) -> None:
-    """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
-    actual = FileRef.of(reference.path, data)
-    if actual != reference:
-        what = (
-            f"{reference.path} has {actual.size_bytes} bytes and checksum {actual.crc32c:08x}; "
-            f"{reference.size_bytes} bytes and {reference.crc32c:08x} were written."
-        )
-        raise IntegrityError(what, path=reference.path, offset=0, next_step=DAMAGED)
 
 
 def stamp() -> dict[str, Any]:

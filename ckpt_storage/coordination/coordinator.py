@@ -5,50 +5,56 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .identity import Identity, find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
-from .liveness import RankProcess
 from .operation_rounds import OperationRounds
-from .rounds import ByRank, Failed, Released
+from .rounds import Arrival, ByRank, Failed, Released
 
 log = logging.getLogger("ckpt_storage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """The payload of the first round. `terms` are further values that ranks must share."""
-
-    identity: Identity
-    terms: Mapping[str, str]
-    value: Any
-    process: RankProcess | None
-
-
 class Coordinator:
-    """The rank of an operation that decides for all ranks."""
+    """The rank of an operation that decides for all ranks; as `Member`.
 
-    def __init__(self, rounds: OperationRounds) -> None:
+    `describe` returns what the last heartbeat of a global rank says.
+    """
+
+    def __init__(self, rounds: OperationRounds, describe: Callable[[int], str]) -> None:
         self._rounds = rounds
+        self._describe = describe
 
-    def collect(self) -> dict[int, Any]:
+    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401  # of any kind
+        """Return the values of all ranks, and claim the round."""
+        rounds = self._rounds
+        if not rounds.others:
+            return [value]
+        values = self._collect()
+        missing = [rank for rank in rounds.others if rank not in values]
+        if missing:
+            late = rounds.lane.global_ranks_of(missing)
+            known = "; ".join(self._describe(rank) for rank in late[:8])
+            raise rounds.phases.late(late, "not reported", f": {known}")
+        self._claim()
+        return [value, *(values[rank] for rank in rounds.others)]
+
+    def _collect(self) -> dict[int, Any]:
         """Return the payloads of the other ranks; without those that are late at the deadline."""
         rounds, phases = self._rounds, self._rounds.phases
         current, arrived = rounds.current(), rounds.others
         missing: Sequence[str] = [current.arrival_key_of(rank) for rank in rounds.others]
 
+        def late() -> list[int]:
+            present = current.arrived(rounds.others, phases.patience_s)
+            return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*present}))
+
         def have_arrived() -> bool:
             nonlocal missing
             rounds.raise_failure()
-            verdict = current.read_verdict(phases.patience_s)
-            if isinstance(verdict, Failed):
-                # The rank that failed may have ended, or lost the store, before it released.
-                current.release(verdict, phases.patience_s)
-                rounds.note_failed(verdict, rounds.round_number)
-                rounds.raise_failure()
-            phases.log_late(self._late_names)
+            if current.read_verdict(phases.patience_s) is not None:
+                self._claim()  # raises the failure
+            phases.log_late(late)
             missing = rounds.lane.keys.skip_present(missing, phases.patience_s)
             return not missing
 
@@ -56,12 +62,7 @@ class Coordinator:
             arrived = current.arrived(rounds.others, phases.patience_s)
         return current.payloads(arrived, phases.patience_s)
 
-    def _late_names(self) -> list[int]:
-        rounds = self._rounds
-        arrived = rounds.current().arrived(rounds.others, rounds.phases.patience_s)
-        return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*arrived}))
-
-    def claim(self) -> None:
+    def _claim(self) -> None:
         """Claim the round for the coordinator. Raises the error of a rank that failed it before."""
         rounds = self._rounds
         try:
@@ -71,7 +72,7 @@ class Coordinator:
             rounds.has_claimed = True
             raise
         if isinstance(verdict, Failed):
-            rounds.note_failed(verdict, rounds.round_number)
+            rounds.note_failed(verdict, rounds.current())
             rounds.raise_failure()
         with rounds.changed:
             rounds.has_claimed = True
@@ -84,7 +85,7 @@ class Coordinator:
             return own
         current, patience_s = rounds.current(), rounds.phases.patience_s
         if not rounds.has_claimed:
-            self.claim()
+            self._claim()
         if not rounds.is_commit:
             rounds.raise_failure()
         answers: dict[int, bytes] = {}
@@ -101,7 +102,7 @@ class Coordinator:
                 raise
             # The outcome stands; ranks that do not learn it ask the storage.
             log.warning("Reporting the outcome of %s failed: %s", rounds.phases.what, error)
-            rounds.lane.remember(release, rounds.round_number)
+            rounds.lane.remember(release, current)
             rounds.lose(error)
         rounds.end_round(is_last=is_last)
         return own
@@ -111,13 +112,13 @@ class Coordinator:
     def convene(self, own: Arrival, decide: Callable[[list[Any]], Any]) -> Any:  # noqa: ANN401  # as `decide` returns
         """Collect the arrivals; decide for all ranks, or abandon the number. Return the answer."""
         rounds, lane = self._rounds, self._rounds.lane
-        arrivals: dict[int, Arrival] = {lane.rank: own, **self.collect()}
+        arrivals: dict[int, Arrival] = {lane.rank: own, **self._collect()}
         missing = [rank for rank in range(lane.world_size) if rank not in arrivals]
         self._abandon_if_different(arrivals, is_complete=not missing)
         if missing:
             known = lane.find_elsewhere(missing, rounds.phases.patience_s)
             raise rounds.phases.late(lane.global_ranks_of(missing), "not arrived", known)
-        self.claim()
+        self._claim()
         if not lane.has_met:
             processes = {rank: arrival.process for rank, arrival in arrivals.items()}
             lane.publish_processes(processes, rounds.phases.patience_s)
@@ -153,7 +154,7 @@ class Coordinator:
         )
         verdict = rounds.current().fail(failed, rounds.phases.patience_s)
         assert isinstance(verdict, Failed)  # noqa: S101  # only this rank claims
-        rounds.note_failed(verdict, 1)
+        rounds.note_failed(verdict, rounds.current())
         rounds.raise_failure()
 
     def _read_earlier(self) -> list[Mapping[int, Identity]]:
@@ -168,7 +169,7 @@ class Coordinator:
             unknown = [
                 rank for rank in self._rounds.others if lane.global_ranks[rank] not in identities
             ]
-            first_round = lane.round(lane.prefix(number), 1)
+            first_round = lane.first_round(lane.prefix(number))
             arrived = first_round.arrived(unknown, patience_s)
             arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
             identities |= {

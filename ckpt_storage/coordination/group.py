@@ -14,9 +14,9 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import Timeouts
 
 from .failures import add_context, as_checkpoint_errors
+from .heartbeats import Heartbeats, heartbeat_keys
 from .keyvalue import KeyValues, LostStoreError, StoreClient
 from .lane import Lane
-from .liveness import Heartbeats, heartbeat_keys
 from .operation import Operation
 
 if TYPE_CHECKING:

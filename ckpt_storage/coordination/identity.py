@@ -17,13 +17,15 @@ class Identity:
 
     The step finds ranks that skipped a call: with a URL that stays the same, the next call would
     otherwise look like the skipped call. `restores` counts how often this run went back to
-    an earlier step. None: not known, which agrees with any value.
+    an earlier step. None: not known, which agrees with any value. `is_read`: the operation only
+    reads, so that calls of different ranks belong together whenever they were made.
     """
 
     kind: str
     url: str = ""
     step: int | None = None
     restores: int | None = None
+    is_read: bool = False
 
     def agrees_with(self, other: Identity) -> bool:
         """Return whether both may be the same operation."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import RankFailedError, StorageError
@@ -26,10 +27,13 @@ COORDINATOR = 0
 """The rank that decides and commits: the first of the group, as in DCP."""
 
 _SLICE_BYTES = 4 << 20
-"""The server of a TCPStore refuses values of more than 8 MiB, so larger ones are cut."""
+"""The server of a TCPStore refuses values of more than 8 MiB, so larger values are cut."""
 
 _SET_KEYS, _SET_BYTES, _GET_KEYS, _CHECK_KEYS = 128, 128 << 10, 256, 1024
 """Limits of one request: the server parses an unfinished request from its start at every read."""
+
+_ECHOED_BYTES = 32 << 10
+"""Values up to this cost less in the reply to a compare-and-set than a second request."""
 
 _WHOLE, _SLICED = b"w", b"p"
 
@@ -91,17 +95,18 @@ class StoreAddress:
 class StoreClient:
     """The connections of this process to one `torch.distributed` store; safe in any thread.
 
-    One connection carries requests. Each `wait` holds a connection of its own while it lasts: a
+    One `connection` carries requests. Each `wait` holds a connection of its own while it lasts: a
     client of torch's serves one call at a time. A connection is replaced after a call that failed.
+    `address` is for other processes, None if only this process can reach the store.
     """
 
     def __init__(
         self, connect: Callable[[], dist.Store], address: StoreAddress | None = None
     ) -> None:
-        self._address = address
+        self.address = address
+        self.connection: dist.Store | None = None
         self._connect = connect
         self._has_failed = False
-        self._requests: dist.Store | None = None
         self._waiting: list[dist.Store] = []
         self._process_id = os.getpid()
         self._pool = TimedPool("ckpt-storage keys")
@@ -117,30 +122,14 @@ class StoreClient:
         # Over connections of our own: torch waits on its own. Its stub omits `clone`.
         return cls(store.clone, address)  # type: ignore[attr-defined]
 
-    def address(self) -> StoreAddress | None:
-        """Return the address for other processes; None if only this process can reach the store."""
-        return self._address
-
     def connect(self) -> dist.Store:
         """Return a new connection, which the caller owns. Raises `OSError` if no server listens."""
-        if self._has_failed and self._address is not None and self._address.port:
+        if self._has_failed and self.address is not None and self.address.port:
             # A client of torch's would try for as long as the timeout of the group's store. Not
             # before a failure: each connection costs the store's server a reverse name lookup.
-            where = self._address.host, self._address.port
+            where = self.address.host, self.address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
         return self._connect()
-
-    @property
-    def connection(self) -> object:
-        """The connection that carries requests; replaced after a call that failed."""
-        return self._requests
-
-    def close(self) -> None:
-        """Drop the connections and the idle threads; a later call connects again."""
-        self._requests = None
-        self._waiting.clear()
-        self._pool.close()
-        self._pool = TimedPool("ckpt-storage keys")
 
     def call(  # as the method's own
         self,
@@ -159,9 +148,9 @@ class StoreClient:
 
         def run() -> Any:  # noqa: ANN401  # as above
             self._forget_parent()
-            store = self._requests
+            store = self.connection
             if store is None:
-                store = self._requests = self.connect()
+                store = self.connection = self.connect()
             return getattr(_root_of(store) if is_root else store, name)(*args)
 
         # A first attempt that hangs may use half of the time.
@@ -172,7 +161,7 @@ class StoreClient:
                 return self._pool.run(run, timeout_s=limit_s, what=f"call {name}", repeatable=True)
             except Exception as error:  # noqa: BLE001  # torch's differ from store to store
                 # A broken connection stays broken; a connection that hangs blocks all other calls.
-                self._requests, failure, self._has_failed = None, error, True
+                self.connection, failure, self._has_failed = None, error, True
         is_silent = isinstance(failure, StorageError)
         reason = f"no answer in {timeout_s:.1f} s" if is_silent else str(failure)
         raise LostStoreError(reason) from failure
@@ -207,7 +196,7 @@ class StoreClient:
     def _forget_parent(self) -> None:
         """In a child of fork, drop the parent's connections: two processes would mix replies."""
         if self._process_id != os.getpid():
-            self._requests, self._process_id = None, os.getpid()
+            self.connection, self._process_id = None, os.getpid()
             self._waiting.clear()
 
 
@@ -220,7 +209,7 @@ class KeyValues:
     def __init__(self, client: StoreClient, prefix: str, *, is_root: bool = False) -> None:
         self.client = client
         self._prefix = prefix
-        self._is_root = is_root
+        self._run = partial(client.call, is_root=is_root)
 
     def set(self, key: str, value: bytes, timeout_s: float) -> None:
         """Write `value`, of any size, under `key`; readers see all of it or nothing.
@@ -246,6 +235,14 @@ class KeyValues:
             if is_there and connection is not None and self.client.connection is connection:
                 return
         raise LostStoreError(f"{last_key} was lost {_MAX_WRITES} times")
+
+    def set_polled(self, key: str, value: bytes, timeout_s: float) -> None:
+        """As `set_surely`, for a new key that other ranks poll, in one request if `value` is small.
+
+        It wakes no rank that waits: torch's TCPStore without libuv wakes them after a `set` alone.
+        """
+        if len(value) > _ECHOED_BYTES or self.set_first(key, value, timeout_s) != value:
+            self.set_surely(key, value, timeout_s)
 
     def set_many(self, values: Mapping[str, bytes], timeout_s: float) -> None:
         """Write each value under its key, many in one request; each request has `timeout_s`."""
@@ -336,9 +333,6 @@ class KeyValues:
 
     def _call(self, name: str, key: str, *args: Any, timeout_s: float, **kw: Any) -> Any:  # noqa: ANN401  # as the call's own
         return self._run(name, self.name_of(key), *args, timeout_s=timeout_s, **kw)
-
-    def _run(self, name: str, *args: Any, **kw: Any) -> Any:  # noqa: ANN401  # as above
-        return self.client.call(name, *args, is_root=self._is_root, **kw)
 
     def _compare_set(self, key: str, old: str, new: str | bytes, timeout_s: float) -> bytes:
         # Also for reading: torch's `get` waits for a key that is missing, for as long as the

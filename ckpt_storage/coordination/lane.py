@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from .identity import Identity
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError
-from .liveness import RankProcess
+from .processes import RankProcess
 from .rounds import CLAIMED, Failed, Release, Round, Superseded
 
 _MAX_ROUNDS = 64
@@ -32,11 +32,11 @@ _DELETE_S = 5.0
 class _Unreported:
     """A call of this rank that ended without a report to the other ranks.
 
-    `round_number` is the round that this rank owns as coordinator; 0: none.
+    `owned` is the round that this rank has claimed as coordinator.
     """
 
     number: int
-    round_number: int
+    owned: Round | None
     release: Release
 
 
@@ -78,9 +78,9 @@ class Lane:
         """Return the prefix of the keys of the present operation, or of that of a number."""
         return f"{self.session}/{self.number if number is None else number}"
 
-    def round(self, prefix: str, round_number: int) -> Round:
-        """Return a round of the operation of a prefix."""
-        return Round(self.keys, f"{prefix}/{round_number}", rank=self.rank)
+    def first_round(self, prefix: str) -> Round:
+        """Return the first round of the operation of a prefix."""
+        return Round(self.keys, prefix, 1, rank=self.rank)
 
     def recent_failed_numbers(self) -> range:
         """Return the last numbers that failed since all ranks met."""
@@ -139,7 +139,7 @@ class Lane:
             while has_verdict:
                 # A rank of this incarnation may wait under any number up to the first that has no
                 # verdict.
-                first_round = self.round(f"{old}/{number}", 1)
+                first_round = self.first_round(f"{old}/{number}")
                 has_verdict = first_round.read_verdict(timeout_s) is not None
                 first_round.release(Superseded(), timeout_s)
                 number += 1
@@ -149,7 +149,7 @@ class Lane:
         self.session, self.number, self._met_number = session, 0, 0
         self.identities.clear()
         self._unreported = [
-            _Unreported(number=number, round_number=0, release=failed)
+            _Unreported(number=number, owned=None, release=failed)
             for number, failed in enumerate(self._ended, 1)
         ]
 
@@ -189,11 +189,17 @@ class Lane:
     # Calls that were not reported to the other ranks.
 
     def note_ended(self, failed: Failed) -> None:
-        """Note that a call of this rank failed: it counts in the session where all ranks meet."""
-        if not self.has_met:
+        """Note that a call of this rank failed: it counts in the session where all ranks meet.
+
+        A read does not count: it may go on with any read of the others.
+        """
+        is_read = failed.identity is not None and failed.identity.is_read
+        if not self.has_met and not is_read:
             self._ended.append(failed)
 
-    def remember(self, release: Release, round_number: int = 0, *, has_number: bool = True) -> None:
+    def remember(
+        self, release: Release, owned: Round | None = None, *, has_number: bool = True
+    ) -> None:
         """Keep a release that could not be written, for the next call to write.
 
         Without `has_number` the call had not taken a number yet: it counts as the next number.
@@ -203,9 +209,7 @@ class Lane:
         number = self.number
         if not has_number:
             number = max([number, *(earlier.number for earlier in self._unreported)]) + 1
-        self._unreported.append(
-            _Unreported(number=number, round_number=round_number, release=release)
-        )
+        self._unreported.append(_Unreported(number=number, owned=owned, release=release))
 
     def report_earlier(self, timeout_s: float) -> None:
         """Write the releases that earlier calls could not write: other ranks may wait for them.
@@ -215,27 +219,24 @@ class Lane:
         while self._unreported:
             earlier = self._unreported[0]
             self.number = max(self.number, earlier.number)
-            first_open = earlier.round_number or 1
-            if earlier.round_number:
-                owned = self.round(self.prefix(earlier.number), earlier.round_number)
-                owned.release(earlier.release, timeout_s)
+            first_open = self.first_round(self.prefix(earlier.number))
+            if earlier.owned is not None:
+                earlier.owned.release(earlier.release, timeout_s)
                 # Members that have read an earlier answer wait in the round after it.
-                first_open += 1
+                first_open = earlier.owned.next()
             if isinstance(earlier.release, Failed):
-                self._fail_open_round(earlier.number, first_open, earlier.release, timeout_s)
+                self._fail_open_round(first_open, earlier.release, timeout_s)
             self._unreported.pop(0)
 
-    def _fail_open_round(
-        self, number: int, first_round: int, failed: Failed, timeout_s: float
-    ) -> None:
-        for round_number in range(first_round, _MAX_ROUNDS):
-            current = self.round(self.prefix(number), round_number)
+    def _fail_open_round(self, current: Round, failed: Failed, timeout_s: float) -> None:
+        while current.number < _MAX_ROUNDS:
             if current.fail(failed, timeout_s) != CLAIMED:
                 return
             if self.is_coordinator and current.read_release(timeout_s) is None:
                 # This rank's own claim, whose reply was lost.
                 current.release(failed, timeout_s)
                 return
+            current = current.next()
 
     # Keys of operations that are over.
 

@@ -13,6 +13,7 @@ from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
 from .rounds import (
     CLAIMED,
+    Arrival,
     Failed,
     NumberAbandonedError,
     Release,
@@ -33,12 +34,17 @@ class Member:
         self._describe_late = describe_late
         self._coordinator = rounds.lane.global_ranks[COORDINATOR]
 
-    def arrive(self, packed: bytes) -> None:
-        """Send this member's payload of the present round.
+    def convene(self, own: Arrival, _decide: object) -> Any:  # noqa: ANN401  # the coordinator's answer
+        """Send the payload of the first round; return the answer."""
+        self.gather(own)
+        return self.answer()
+
+    def gather(self, value: object) -> list[Any]:
+        """Send this member's payload of the present round; return an empty list.
 
         In a commit whose verdict cannot be read, raises `UndecidedError`.
         """
-        rounds = self._rounds
+        rounds, packed = self._rounds, pickle.dumps(value)
         current = rounds.current()
         rounds.lane.own(current.arrival_key, size_bytes=len(packed))
         try:
@@ -54,9 +60,10 @@ class Member:
                 raise UndecidedError(str(error)) from error
             if rounds.failure is not None:
                 raise rounds.failure from error
+        return []
 
-    def await_release(self) -> Any:  # noqa: ANN401  # the coordinator's answer
-        """Return the coordinator's answer, and enter the next round.
+    def answer(self, _decision: object = None, *, is_last: bool = False) -> Any:  # noqa: ANN401, ARG002  # as the coordinator's
+        """Wait for the coordinator's answer and return it; enter the next round.
 
         In a commit whose outcome cannot be seen, raises `UndecidedError`.
         """
@@ -130,7 +137,7 @@ class Member:
         if isinstance(release, Superseded):
             raise NumberAbandonedError
         if isinstance(release, Failed):
-            rounds.note_failed(release, rounds.round_number)
+            rounds.note_failed(release, rounds.current())
             rounds.raise_failure()
         assert isinstance(release, Released)  # noqa: S101  # all else has been raised
         answer = release.answer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -23,16 +22,18 @@ from ckpt_storage.observe.timeline import Timeline
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .coordinator import Arrival, Coordinator
+from .coordinator import Coordinator
+from .failure_detector import FailureDetector
 from .failures import ranks_lost_error
+from .heartbeats import Heartbeats
 from .identity import Identity
 from .keyvalue import COORDINATOR, LostStoreError
 from .lane import Lane
-from .liveness import FailureDetector, Heartbeats, RankProcess, heartbeat_keys
 from .member import Member
 from .operation_rounds import OperationRounds
 from .phases import Phases
-from .rounds import ByRank, NumberAbandonedError
+from .processes import RankProcess
+from .rounds import Arrival, ByRank, NumberAbandonedError
 
 log = logging.getLogger("ckpt_storage")
 
@@ -82,8 +83,13 @@ class Operation:
         )
         self._phases.grace_s = _COORDINATOR_GRACE_S if lane.is_coordinator else _MEMBER_GRACE_S
         self._rounds = OperationRounds(lane, self._phases)
-        self._member = Member(self._rounds, self._describe_coordinator)
-        self._coordinator = Coordinator(self._rounds)
+        self.failed = self._rounds.fail
+        self.report = self._rounds.report
+        self._role: Coordinator | Member = (
+            Coordinator(self._rounds, self.heartbeats.describe)
+            if lane.is_coordinator
+            else Member(self._rounds, self._describe_coordinator)
+        )
         self._detector: FailureDetector | None = None
         self._has_met = False
 
@@ -115,14 +121,6 @@ class Operation:
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
         return self._rounds.failure or self._rounds.loss
-
-    def failed(self, error: CheckpointError) -> None:
-        """Fail the operation on all ranks; as `OperationRounds.fail`."""
-        self._rounds.fail(error)
-
-    def report(self, error: CheckpointError) -> None:
-        """Report `error` to the other ranks in place of the exception that this rank raises."""
-        self._rounds.report(error)
 
     def set_local_failure(self, local_failure: Callable[[], CheckpointError | None]) -> None:
         """Let waits end when `local_failure()` returns why this rank cannot go on."""
@@ -190,22 +188,16 @@ class Operation:
         arrival = Arrival(
             identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
         )
-        packed = b"" if self.is_coordinator else pickle.dumps(arrival)
         while not self._has_met:
             with contextlib.suppress(NumberAbandonedError):
                 rounds.begin_number()
                 self._detect_failures()
                 rounds.raise_failure()
-                if self.is_coordinator:
-                    answer = self._coordinator.convene(arrival, decide)
-                else:
-                    self._member.arrive(packed)
-                    answer = self._member.await_release()
+                answer = self._role.convene(arrival, decide)
                 self._has_met = True
-        is_first = not self.lane.has_met
         self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
-        self._detector.note_met(self.lane.processes if is_first else {})
+        self._detector.note_met()
         return answer
 
     def _detect_failures(self) -> None:
@@ -213,14 +205,10 @@ class Operation:
         self.heartbeats.number = self.lane.number
         if self._detector is None:
             self._detector = FailureDetector(
-                heartbeat_keys(self.lane.keys.client),
+                self.lane,
                 self.heartbeats,
                 on_lost=self._report_lost_ranks,
                 on_error=self._rounds.lose,
-                rank=self.rank,
-                world_size=self.world_size,
-                key_of=self.lane.heartbeat_key,
-                processes=self.lane.processes,
                 silence_s=self.timeouts.silence,
                 name=f"ckpt-storage watch: {self.what}",
             )
@@ -247,11 +235,9 @@ class Operation:
                 # It cannot be failed once the coordinator has claimed it.
                 self._rounds.is_commit = True
         values = self.gather(value)
-        if not self.is_coordinator:
-            return self._member.await_release()
-        decision = decide(values)
+        decision = decide(values) if self.is_coordinator else None
         del values
-        return self._coordinator.answer(decision, is_last=is_last)
+        return self._role.answer(decision, is_last=is_last)
 
     def gather(self, value: _T) -> list[_T]:
         """Send `value` to the coordinator; it gets all in order of rank, others an empty list.
@@ -259,25 +245,11 @@ class Operation:
         Others return at once. `broadcast` must follow: it ends the round.
         """
         self._rounds.raise_failure()
-        if self.world_size == 1:
-            return [value]
-        if not self.is_coordinator:
-            self._member.arrive(pickle.dumps(value))
-            return []
-        values: dict[int, _T] = self._coordinator.collect()
-        missing = [rank for rank in self._rounds.others if rank not in values]
-        if missing:
-            late = self.lane.global_ranks_of(missing)
-            known = "; ".join(self.heartbeats.describe(rank) for rank in late[:8])
-            raise self._phases.late(late, "not reported", f": {known}")
-        self._coordinator.claim()
-        return [value, *(values[rank] for rank in self._rounds.others)]
+        return self._role.gather(value)
 
     def broadcast(self, value: _T) -> _T:
         """Return the coordinator's `value` on every rank (others pass anything)."""
-        if not self.is_coordinator:
-            return self._member.await_release()  # type: ignore[no-any-return]  # the coordinator's
-        return self._coordinator.answer(value)  # type: ignore[no-any-return]  # its own value
+        return self._role.answer(value)  # type: ignore[no-any-return]  # the coordinator's
 
     def all_gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in order of rank, on every rank."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
 
 from .failures import error_for_peers, picklable_copy
@@ -82,9 +82,7 @@ class OperationRounds:
         self._is_reported = self._is_failure_known = False
         # The present round, and what is known of it; changed under the condition.
         self.changed = threading.Condition()
-        self._prefix = ""
         self._round: Round | None = None
-        self.round_number = 0
         self.has_claimed = self.is_commit = False
         self.release: Release | None = None
         self._present_keys: set[str] = set()
@@ -133,21 +131,20 @@ class OperationRounds:
         coordinator has claimed. Raises `NumberAbandonedError` if this rank has no number, or it was
         abandoned for another operation; `LostStoreError`.
         """
-        failed, round_number = self._failed(error), 0
+        failed = self._failed(error)
         with self.changed:
-            prefix = self._prefix
+            tried = self._round
             self._own_errors[str(error)] = error
-        while prefix:
+        while tried is not None:
+            verdict = tried.fail(failed, _REPORT_S)
             with self.changed:
                 # The operation may have entered the next round meanwhile, in its own thread.
-                round_number = max(round_number + 1, self.round_number)
-            verdict = self.lane.round(prefix, round_number).fail(failed, _REPORT_S)
-            with self.changed:
-                if self._prefix != prefix:
-                    break
-                is_current = self.round_number == round_number
+                present = self._round
+            if present is None or present.operation != tried.operation:
+                break
+            is_current = present.number == tried.number
             if verdict != CLAIMED:
-                self.note_failed(verdict, round_number)
+                self.note_failed(verdict, tried)
                 return
             if is_current and self.is_commit:
                 return
@@ -155,6 +152,7 @@ class OperationRounds:
                 # This rank has claimed the round, and reports the failure when it raises it.
                 self._note_failure(error)
                 return
+            tried = max(tried.next(), present, key=lambda each: each.number)
         raise NumberAbandonedError
 
     def _failed(self, error: CheckpointError) -> Failed:
@@ -167,19 +165,19 @@ class OperationRounds:
             is_decision=self.has_claimed and error.phase in {"plan", "commit"},
         )
 
-    def note_failed(self, failed: Failed, round_number: int) -> None:
+    def note_failed(self, failed: Failed, ended: Round) -> None:
         """Note the failure that ended a round, of this rank or of another rank.
 
         Raises `NumberAbandonedError` if it is that of another operation.
         """
-        abandoned, own_identity = failed.identity if round_number == 1 else None, self.identity
+        abandoned, own_identity = failed.identity if ended.number == 1 else None, self.identity
         if abandoned and own_identity and not abandoned.agrees_with(own_identity):
             raise NumberAbandonedError
         error = self._own_errors.get(str(failed.error), failed.error)
         if failed.rank != self.global_rank:
             error = error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
         with self.changed:
-            if round_number > 1:
+            if ended.number > 1:
                 self.verdict = self.verdict or failed.error
             self._is_failure_known = True
         self._note_failure(error)
@@ -211,12 +209,12 @@ class OperationRounds:
     def begin_number(self) -> None:
         """Take the next number of the lane and enter its first round.
 
-        Raises `NumberAbandonedError` if there is a newer session, `PhaseTimeoutError` if there is
-        none in time.
+        Raises `NumberAbandonedError` if there is a newer session, or if ranks have left this number
+        of the same read after their deadline; `PhaseTimeoutError` if there is no session in time.
         """
         lane = self.lane
         with self.changed:
-            self._round, self._prefix = None, ""
+            self._round = None
         if self._listener is None:
             name = f"ckpt-storage listen: {self.phases.what}"
             self._listener = KeyListener(self._on_key, lane.keys, name=name)
@@ -224,11 +222,18 @@ class OperationRounds:
         lane.report_earlier(self.phases.patience_s)
         with self.changed:
             lane.begin(self.identity)
-            self._prefix = lane.prefix()
-            self._enter_round(1)
+            self._enter_round(lane.first_round(lane.prefix()))
         if lane.is_superseded(self.phases.patience_s):
             # Also after the requests above: rank 0 may have made a session meanwhile.
             raise NumberAbandonedError
+        if self.identity is not None and self.identity.is_read:
+            release = self.current().read_release(self.phases.patience_s)
+            if (
+                isinstance(release, Failed)
+                and release.identity == self.identity
+                and isinstance(release.error, PhaseTimeoutError)
+            ):
+                raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
         """Wait for a key that the coordinator writes before this rank has a number."""
@@ -238,10 +243,9 @@ class OperationRounds:
             self.raise_failure()
             raise self.phases.late([self.lane.global_ranks[COORDINATOR]], "not arrived")
 
-    def _enter_round(self, round_number: int) -> None:
+    def _enter_round(self, current: Round) -> None:
         with self.changed:
-            current = self._round = self.lane.round(self._prefix, round_number)
-            self.round_number = round_number
+            self._round = current
             self.has_claimed = self.is_commit = False
             self.release = None
         assert self._listener is not None  # noqa: S101  # made with the number
@@ -254,7 +258,7 @@ class OperationRounds:
         if is_last:
             self.is_over = True
         else:
-            self._enter_round(self.round_number + 1)
+            self._enter_round(self.current().next())
 
     def current(self) -> Round:
         """Return the present round."""
@@ -266,8 +270,7 @@ class OperationRounds:
         with self.changed:
             self._present_keys.add(key)
             self.changed.notify_all()
-            current, round_number = self._round, self.round_number
-            is_own = self.has_claimed
+            current, is_own = self._round, self.has_claimed
         if current is None or key != current.release_key or is_own:
             return
         try:
@@ -275,8 +278,8 @@ class OperationRounds:
         except LostStoreError as error:
             self.lose(error)
             return
-        if isinstance(release, Failed) and round_number > 1:
-            self.note_failed(release, round_number)
+        if isinstance(release, Failed) and current.number > 1:
+            self.note_failed(release, current)
         with self.changed:
             if self._round is current:
                 self.release = release
@@ -315,8 +318,14 @@ class OperationRounds:
         """
         if error is not None:
             self._report(error)
-        elif not self.is_over and self.lane.is_coordinator and self._round is not None:
-            self._release_last_round()
+        elif (
+            not self.is_over
+            and self.lane.is_coordinator
+            and self._round is not None
+            and self._round.claim(self.phases.patience_s) == CLAIMED
+        ):
+            # Threads of all ranks wait for this round, which no rank uses.
+            self._round.release(Released(is_last=True), self.phases.patience_s)
         self.is_over = True
         if self.lane.world_size == 1:
             return True
@@ -330,13 +339,6 @@ class OperationRounds:
         self.is_over = True
         if self._listener is not None:
             self._listener.close()
-
-    def _release_last_round(self) -> None:
-        """Release the round that no rank will use: threads of all ranks wait for it."""
-        current, patience_s = self.current(), self.phases.patience_s
-        # If a rank has failed in it, all others learn that.
-        if current.claim(patience_s) == CLAIMED:
-            current.release(Released(is_last=True), patience_s)
 
     def report(self, error: CheckpointError) -> None:
         """Report `error` to the other ranks in place of the exception that this rank raises."""
@@ -364,7 +366,7 @@ class OperationRounds:
                 self.verdict = self.verdict or failed.error
                 self.current().release(failed, _REPORT_S)
                 # Members that have read an earlier answer wait in the next round.
-                self.lane.round(self._prefix, self.round_number + 1).fail(failed, _REPORT_S)
+                self.current().next().fail(failed, _REPORT_S)
             elif not self._is_failure_known:
                 self._report_open(reported, is_interrupt=not isinstance(error, Exception))
         except LostStoreError:
@@ -378,8 +380,8 @@ class OperationRounds:
 
     def _remember(self, failed: Failed) -> None:
         """Let the next call of this rank report a failure that other ranks wait for."""
-        owned_round = self.round_number if self.has_claimed else 0
-        self.lane.remember(failed, owned_round, has_number=self._round is not None)
+        owned = self._round if self.has_claimed else None
+        self.lane.remember(failed, owned, has_number=self._round is not None)
 
     def _report_open(self, error: CheckpointError, *, is_interrupt: bool) -> None:
         """Report a failure in the first round that is open, of the number that the ranks use."""
@@ -408,13 +410,13 @@ class OperationRounds:
     def _acknowledge(self, *, is_failed: bool) -> bool:
         """Count this rank as done; return, on the coordinator, whether all ranks are."""
         keys, patience_s = self.lane.keys, self.phases.patience_s
-        count_key = f"{self._prefix}/done"
+        count_key = f"{self.current().operation}/done"
         keys.count(count_key, 1, patience_s)
         if not self.lane.is_coordinator:
             return True
         self.lane.own(count_key)
         if is_failed:
-            self.lane.own(*self.lane.round(self._prefix, self.round_number + 1).shared_keys)
+            self.lane.own(*self.current().next().shared_keys)
         limit_s = min(_FINISH_S, self.phases.deadline.remaining_s() + _FINISH_EXTRA_S)
         end_s = time.monotonic() + (_FINISH_FAILED_S if is_failed else limit_s)
         is_acknowledged = self.poll(

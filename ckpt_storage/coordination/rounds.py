@@ -8,9 +8,9 @@ Each round has these keys in the store that ranks share:
 `to/RANK`    answers that differ by rank; written by the coordinator before the release.
 `release`    the answer, or the failure; every rank waits for this key alone.
 
-The coordinator polls `from/RANK` and `verdict`. The owner of the verdict writes the release, so an
-operation cannot both fail and go on; the release of a failure is written by each rank that reads it
-in `verdict`.
+The coordinator polls `from/RANK` and `verdict`. It releases an answer only after it has claimed the
+round, so an operation cannot both fail and go on. The release of a failure is written by each rank
+that tries to set the verdict and reads the failure there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,21 @@ from ckpt_storage.errors import CheckpointError
 
 from .identity import Identity
 from .keyvalue import KeyValues
+from .processes import RankProcess
 
 _T = TypeVar("_T")
 
 _COORDINATOR = b"coordinator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The payload of the first round. `terms` are further values that ranks must share."""
+
+    identity: Identity
+    terms: Mapping[str, str]
+    value: Any
+    process: RankProcess | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +105,17 @@ class ByRank(Generic[_T]):
 
 
 class Round:
-    """The keys of one round, as one rank uses them. Each method raises `LostStoreError`."""
+    """The keys of one round, as one rank uses them. Each method raises `LostStoreError`.
 
-    def __init__(self, keys: KeyValues, prefix: str, *, rank: int) -> None:
+    `operation` is the prefix of the keys of the operation, in which rounds have a `number` from 1.
+    """
+
+    def __init__(self, keys: KeyValues, operation: str, number: int, *, rank: int) -> None:
+        self.operation = operation
+        self.number = number
         self._keys = keys
-        self._prefix = prefix
+        self._rank = rank
+        prefix = self._prefix = f"{operation}/{number}"
         self._verdict_key = f"{prefix}/verdict"
         self.release_key = f"{prefix}/release"
         self.arrival_key = self.arrival_key_of(rank)
@@ -106,13 +123,17 @@ class Round:
         # No single member owns these.
         self.shared_keys = [self._verdict_key, self.release_key]
 
+    def next(self) -> Round:
+        """Return the next round of the operation."""
+        return Round(self._keys, self.operation, self.number + 1, rank=self._rank)
+
     def arrival_key_of(self, rank: int) -> str:
         """Return the key of a member's payload."""
         return f"{self._prefix}/from/{rank}"
 
     def arrive(self, payload: bytes, timeout_s: float) -> None:
         """Send this member's payload."""
-        self._keys.set_surely(self.arrival_key, payload, timeout_s)
+        self._keys.set_polled(self.arrival_key, payload, timeout_s)
 
     def arrived(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of `ranks` that have sent their payload."""
@@ -126,7 +147,7 @@ class Round:
 
     def claim(self, timeout_s: float) -> Verdict:
         """Claim the round for the coordinator, unless it has a verdict; return the verdict."""
-        return _unpacked(self._keys.set_first(self._verdict_key, _COORDINATOR, timeout_s))
+        return self._set_verdict(_COORDINATOR, timeout_s)
 
     def read_verdict(self, timeout_s: float) -> Verdict | None:
         """Return the verdict, None if there is none yet."""
@@ -135,7 +156,13 @@ class Round:
 
     def fail(self, failed: Failed, timeout_s: float) -> Verdict:
         """Fail the round for all ranks, unless it has a verdict; return the verdict."""
-        packed = pickle.dumps(failed)
+        return self._set_verdict(pickle.dumps(failed), timeout_s)
+
+    def _set_verdict(self, packed: bytes, timeout_s: float) -> Verdict:
+        """Set the verdict unless there is one; return it. Writes the release of a failure.
+
+        The rank that failed may have ended, or lost the store, before it wrote the release.
+        """
         verdict = _unpacked(self._keys.set_first(self._verdict_key, packed, timeout_s))
         if isinstance(verdict, Failed):
             self.release(verdict, timeout_s)

@@ -1,6 +1,6 @@
 """`CheckpointStorageReader`: DCP's load calls become the steps of one load.
 
-Every rank holds one; all methods but `prepare_global_plan` run on every rank.
+Every rank has a reader; all methods but `prepare_global_plan` run on every rank.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class CheckpointStorageReader(StorageReader):
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
         with RankGroup.of(None).operation(what, timeouts=timeouts) as operation:
-            identity = Identity(kind=kind_of(what), url=session.url)
+            identity = Identity(kind=kind_of(what), url=session.url, is_read=True)
             operation.meet(session.terms(), identity=identity)
             with closing(Peers(operation)) as peers:
                 links = partial(joined, operation, peers, order)

@@ -80,8 +80,8 @@ class _RankResult:
 class CheckpointStorageWriter(StorageWriter):
     """Writes a checkpoint to any storage; pass it to `dcp.save` or `dcp.async_save`.
 
-    Every rank makes one with equal arguments. Data lands under names of this attempt alone; the
-    checkpoint exists once rank 0 (the coordinator) created its commit record, and not before.
+    Every rank makes a writer with equal arguments. Data lands under names of this attempt
+    alone; the checkpoint exists once rank 0 (the coordinator) has created its commit record.
     May be used for many saves, one after another or overlapping, and pickles (without
     `process_group`).
 
@@ -89,7 +89,7 @@ class CheckpointStorageWriter(StorageWriter):
         path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
             passed to `dcp.save`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (as in pandas and Dask).
-        overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        overwrite: replace a committed checkpoint; at any instant a reader finds the old or the new.
         step: the training step, for a writer of one save: ranks must agree on it.
         thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
         part_bytes: bytes per upload request.

@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any, Literal, get_args
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.format import names
 from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged
 from ckpt_storage.source.model import value_keys
 from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.transfer.objects import is_there, stat_or_none
 
 from . import layout
 from .layout import Files, Shards

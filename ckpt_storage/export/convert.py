@@ -18,12 +18,12 @@ from ckpt_storage.commit import attempt
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.report import RankReport
-from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.format import names
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES, PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store, redacted_url
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.objects import is_there
 
 from . import layout
 from .conversion import FORMATS, Conversion, ConvertReport, ConvertSpec, TargetFormat, onto_itself

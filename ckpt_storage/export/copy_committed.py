@@ -24,6 +24,7 @@ from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, uns
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.source.model import CommittedSource, read_document
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer import objects
 
 from .copy_base import Copy, CopyReport, whole_file
 from .copy_exports import copy_exports
@@ -74,7 +75,7 @@ class CopyOfCommitted(Copy):
         if self.version.was_there:
             self.record = target_log.head
             return False
-        is_resumed = slotlog.is_there(store, names.begun_path(self.save_id))
+        is_resumed = objects.is_there(store, names.begun_path(self.save_id))
         ticket = attempt.begin(store, overwrite=self.spec.overwrite, save_id=self.save_id)
         # The id was chosen by these slots: a record that has named it since gave it up.
         self.ticket = replace(

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_storage import errors
-from ckpt_storage.commit import slotlog
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.format import exports, names
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.opening import open_source
+from ckpt_storage.transfer import objects
 
 from .copy_base import Copy, CopyReport, CopySpec
 from .copy_foreign import open_foreign
@@ -70,7 +70,7 @@ def _tag_of(context: ExportContext, folder: str, save_id: str) -> exports.IndexT
     """Return the tag of an index; None if two reads of it do not name the save."""
     store, path = context.source, f"{folder}/{names.INDEX_NAME}"
     for _ in range(2):
-        index = slotlog.read_or_none(store, path)
+        index = objects.read_or_none(store, path)
         tag = None if index is None else exports.IndexTag.of(index.data)
         if tag is not None and tag.save_id == save_id:
             return tag

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from ckpt_storage import errors
-from ckpt_storage.commit import slotlog
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, unseal
 from ckpt_storage.source.foreign import ForeignSource, StockSource, in_progress
 from ckpt_storage.source.model import Source
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer import objects
+from ckpt_storage.transfer.objects import read_twice
 
 from .copy_base import Copy, CopyReport, CopySource, whole_file
 from .folder import PlainFolder
@@ -77,7 +77,7 @@ def _exported(
     """Return checksums of an export's files by path, and whether the target's index is the same."""
     store, crcs = context.source, dict[str, int]()
     for path in documents:
-        data = slotlog.read_decoded(store, path, partial(_sound_document, path))
+        data = objects.read_decoded(store, path, partial(_sound_document, path))
         crcs |= {} if data is None else {path: crc32c_of(data)}
     path = exports.export_path(tag.fingerprint)
 
@@ -86,12 +86,12 @@ def _exported(
         return exports.ExportRecord.decode(data, path)
 
     record = read_twice(store, path, read_record)
-    index = slotlog.read_referenced(store, record.index)
+    index = objects.read_referenced(store, record.index)
     crcs |= {file.path: file.crc32c for file in (*record.files, record.index)}
-    target_index = slotlog.read_or_none(context.target, names.INDEX_NAME)
+    target_index = objects.read_or_none(context.target, names.INDEX_NAME)
     was_there = target_index is not None and target_index.data == index
     # The guard is still there if an earlier copy stopped just before its end.
-    is_whole = was_there and not slotlog.is_there(context.target, exports.GUARD_NAME)
+    is_whole = was_there and not objects.is_there(context.target, exports.GUARD_NAME)
     return crcs, is_whole
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
-from ckpt_storage.commit.attempt import SaveTicket
+from ckpt_storage.commit import deletion, fencing, publishing
+from ckpt_storage.commit.attempt import SaveTicket, find_conflict
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.errors import CommitConflictError, StorageError
+from ckpt_storage.errors import CommitConflictError, IntegrityError, StorageError
 from ckpt_storage.format import names
 from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
@@ -26,6 +26,7 @@ from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabular
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import CommittedSource, read_manifest
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer import objects
 
 from . import layout
 from .copy_base import CopySource, CopySpec, whole_file
@@ -85,9 +86,9 @@ def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log:
     part = id_at_target(context, derived, target_log)
     store, head = context.target, target_log.head
     is_committed = head is not None and head.save_id == part
-    if is_committed or not slotlog.is_there(store, names.manifest_path(part)):
+    if is_committed or not objects.is_there(store, names.manifest_path(part)):
         return part
-    if not cleaning.fence_and_free(store, [part]):
+    if not fencing.fence_and_free(store, [part]):
         raise CommitConflictError(
             f"Another process has committed the same part, {part}, to {store.url}.",
             winner={"save_id": part},
@@ -227,10 +228,13 @@ class CopyOfPart(CopyOfCommitted):
         """
         try:
             self._publish(made)
-        except StorageError as error:
-            if error.kind != "not-found":
+        except (IntegrityError, StorageError) as error:
+            if isinstance(error, StorageError) and error.kind != "not-found":
                 raise
-            raise CommitConflictError(
+            conflict = self._find_conflict()
+            if conflict is None and isinstance(error, IntegrityError):
+                raise
+            raise conflict or CommitConflictError(
                 f"Another process deleted files of {self.save_id}, which this process wrote to "
                 f"{self.context.target.url}; it is not committed.",
                 winner={},
@@ -238,6 +242,12 @@ class CopyOfPart(CopyOfCommitted):
                 phase="commit",
                 next_step="Look at what is there now, and call again if it is wanted.",
             ) from error
+
+    def _find_conflict(self) -> CommitConflictError | None:
+        """Return why this copy cannot commit, None if the commit log does not say so."""
+        deadline = Deadline("commit", self.spec.timeouts.commit)
+        store, ticket = self.context.target.bounded(deadline), self.ticket
+        return None if ticket is None else find_conflict(store, ticket)
 
     def _publish(self, made: WriteSummary) -> None:
         from ckpt_storage.commit.assembly import commit_save  # noqa: PLC0415  # imports torch

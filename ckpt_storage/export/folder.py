@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from ckpt_storage import errors
 from ckpt_storage.commit.attempt_files import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, read_log, read_or_none, stamp
+from ckpt_storage.commit.slotlog import read_log, stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
@@ -33,6 +33,7 @@ from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import Content, Part
 from ckpt_storage.store.probe import compare_and_swap
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import is_there, read_or_none
 
 from .layout import index_document, with_suffix
 from .output import Export, R, ResumeState, WriteSummary
@@ -63,12 +64,12 @@ class Folder(Export[R]):
         files = {(file.name, file.size_bytes): at for at, file in enumerate(self.plan.files)}
         keys = {(seal.file.path, seal.file.size_bytes): seal for seal in self.recorded()}
         recorded = {at: keys[key] for key, at in files.items() if key in keys}
-        open_uploads: set[tuple[str, str]] = set()
+        open_uploads: set[tuple[str | None, str]] = set()
         # A single file replaces one of the same name, so it is not completed before it is checked.
         is_resumable = self.is_together and len(files) > 1
         if is_resumable and any(seal.token for seal in recorded.values()):
             try:
-                open_uploads = store.open_uploads("")
+                open_uploads = {(upload.path, upload.token) for upload in store.open_uploads("")}
             except errors.StorageError as error:
                 if error.kind not in {"permission", "unsupported"}:
                     raise

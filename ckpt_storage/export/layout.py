@@ -19,9 +19,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
 from ckpt_storage.format.manifest import PlannerData, TensorRecord, int_keys_of
-from ckpt_storage.format.names import DTYPES, shard_name
+from ckpt_storage.format.names import shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope

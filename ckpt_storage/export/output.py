@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
-from ckpt_storage.commit.slotlog import is_there, stat_or_none
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
@@ -38,6 +37,7 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import is_there, stat_or_none
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import some_at_once
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import read_decoded
 from ckpt_storage.format import exports
 from ckpt_storage.format.exports import DOCUMENTS, HOLDER_PATH
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import read_decoded
 
 log = logging.getLogger("ckpt_storage")
 

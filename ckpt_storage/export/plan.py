@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import Capabilities
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, box_selection, interval_boxes, run_of
 from ckpt_storage.format.crc import combine_blocks, combine_many, crc32c_of
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.reading import WORDS, ArrayRead
 from ckpt_storage.source.model import Key, Source, explained
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read

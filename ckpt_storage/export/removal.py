@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ckpt_storage.commit.attempt_files import abort_uploads
-from ckpt_storage.commit.slotlog import is_there, stamp
+from ckpt_storage.commit.slotlog import stamp
 from ckpt_storage.format import exports, names
 from ckpt_storage.format.exports import (
     DOCUMENTS,
@@ -17,6 +17,7 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.source.file_versions import listed
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import is_there
 
 from .folder import paths_below, uploaded_file
 from .owners import holder_of

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
@@ -19,6 +18,7 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.file_versions import changed_rather_than_damaged
 from ckpt_storage.store.deadline import NEVER_S, stalling_deadline
+from ckpt_storage.transfer.objects import is_there
 
 from .output import (
     Export,

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES, parse_per_rank_key
+from ckpt_storage.format.names import parse_per_rank_key
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.renaming import new_names

@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage import errors
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import BlockHasher
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import PlannerData, TensorRecord, find_int_keys
-from ckpt_storage.format.names import DTYPES
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20

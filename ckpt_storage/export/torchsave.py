@@ -17,10 +17,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage import errors
-from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.format.manifest import INT_KEY, int_keys_of
 from ckpt_storage.inspect.torchload import refusal_of
 from ckpt_storage.source.model import Source
+from ckpt_storage.transfer.objects import is_there
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.writing import ObjectWriter
 

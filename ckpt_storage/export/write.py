@@ -37,8 +37,8 @@ from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.objects import read_twice
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.rereading import read_twice
 from ckpt_storage.transfer.workers import Workers
 
 from .output import Export, Result, ResumeState, Span, WriteSummary
@@ -217,13 +217,7 @@ class FileWriter:
             if error.kind in COPY_REFUSALS:
                 refused.append(whole)
                 return
-            place = place_of_file(path, file.size_bytes)
-            if error.kind == "not-found":
-                # The error is about the target; the stored file may be what is missing.
-                missing = self._export.source.explain_missing(place)
-                if isinstance(missing, CheckpointGoneError):
-                    raise missing from error
-            raise explained(error, [place], self._export.source) from error
+            raise self._copy_error(error, place_of_file(path, file.size_bytes)) from error
         if crc32c is None and not self._able.copies_with_checksum:
             # Only the length was checked.
             crc32c = file.crc32c
@@ -236,6 +230,15 @@ class FileWriter:
             self._result.moved.update(copied_bytes=file.size_bytes)
         self._seal(whole.file, sealed)
         self._export.on_bytes(file.size_bytes)
+
+    def _copy_error(self, error: StorageError | IntegrityError, place: ChunkPlace) -> Exception:
+        """Return the error to raise for a copy by the storage that failed."""
+        if isinstance(error, StorageError) and error.kind == "not-found":
+            # The error is about the target; the stored file may be what is missing.
+            missing = self._export.source.explain_missing(place)
+            if isinstance(missing, CheckpointGoneError):
+                return missing
+        return explained(error, [place], self._export.source)
 
     def _is_sound(self, file: FileRef) -> bool:
         context = self._context
@@ -375,7 +378,7 @@ class FileWriter:
             if isinstance(error, StorageError) and error.kind in COPY_REFUSALS:
                 self._copies = False
                 return False
-            raise explained(error, [place], self._export.source) from error
+            raise self._copy_error(error, place) from error
         context.target_pace.succeeded()
         if crc32c is None:
             crc32c, read_bytes = reader.checksum(place, first, first + length)

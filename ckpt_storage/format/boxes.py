@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpt_storage.errors import InvalidInputError
 
-from .documents import Counts, LazyList
+from .columns import Counts, LazyList
 
 _MAX_ELEMENTS = (1 << 62) - 1
 _MAX_STEPS = 1 << 23

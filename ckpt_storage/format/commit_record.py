@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
 
-from .documents import MAX_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
+from .documents import MAX_SLOT_BYTES, FileRef, seal, unseal
+from .fields import Fields, format_of
 from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from .documents import Fields, FileRef, format_of, seal, unseal
+from .documents import FileRef, seal, unseal
+from .fields import Fields, format_of
 from .names import is_save_id
 
 DEFAULT_FOLDER = "hf"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from .names import DTYPES
+from .dtypes import DTYPES
 
 Builder = Callable[[tuple[object, ...]], object]
 Allowed = Mapping[str, Builder | None]

@@ -17,20 +17,9 @@ from typing import Any
 import numpy as np
 
 from .boxes import Box, Grid, compact, find_flaw
-from .documents import (
-    MAX_DIMS,
-    MAX_RANKS,
-    Fields,
-    FileRef,
-    LazyList,
-    format_of,
-    is_int_list,
-    no_constant,
-    pack_column,
-    pack_crcs,
-    pack_names,
-    strict_json,
-)
+from .columns import LazyList, pack_column, pack_crcs, pack_names
+from .documents import MAX_RANKS, FileRef, no_constant, strict_json
+from .fields import MAX_DIMS, Fields, format_of, is_int_list
 from .names import is_save_id, rank_manifest_path, shard_path, stock_copy_path
 from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, ties_of
 

@@ -18,21 +18,12 @@ from ckpt_storage.errors import FormatError, IntegrityError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
 from .boxes import Box
+from .columns import Counts, pack_bytes, pack_column, pack_crcs, pack_names
 from .crc import combine_blocks, combine_many
-from .documents import (
-    DAMAGED,
-    MAX_COUNT,
-    MAX_DIMS,
-    Counts,
-    Fields,
-    FileRef,
-    format_of,
-    pack_bytes,
-    pack_column,
-    pack_crcs,
-    pack_names,
-)
-from .names import DTYPES, is_save_id, shard_path
+from .documents import DAMAGED, FileRef
+from .dtypes import DTYPES
+from .fields import MAX_COUNT, MAX_DIMS, Fields, format_of
+from .names import is_save_id, shard_path
 
 _POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 
@@ -137,7 +128,7 @@ class RankManifest:
 
     `ties` maps aliases to targets, with which they shared memory on this rank. `unsafe` maps names
     of blobs that only pickle can hold to the class or function that the pickle names.
-    `unlinked_count` is the number of saves in a row, this one included, that could have reused
+    `unlinked_count` is the number of saves in a row, this save included, that could have reused
     files and reused none on this rank.
     """
 
@@ -160,7 +151,7 @@ class RankManifest:
         return None if at < 0 else self.boxes[at]
 
     def renumbered(self, file: ShardFile, known: Vocabulary, path: str) -> ShardFile:
-        """Return a file of this manifest as that of another one has it, at `path`.
+        """Return a file of this manifest as another manifest has it, at `path`.
 
         Adds names, dtypes and boxes of the items to `known`.
         """

@@ -10,8 +10,9 @@ from typing import Any
 
 from ckpt_storage.errors import FormatError, InvalidInputError
 
-from .documents import MAX_DIMS, is_int_list, strict_json
-from .names import DTYPES
+from .documents import strict_json
+from .dtypes import DTYPES
+from .fields import MAX_DIMS, is_int_list
 from .shard_item import NeedMoreBytes
 
 # The reference implementation refuses longer headers.

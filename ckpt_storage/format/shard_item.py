@@ -13,6 +13,7 @@ from math import prod
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 
 from .documents import DAMAGED
+from .dtypes import DTYPES, DType
 from .inert_pickle import (
     Allowed,
     Global,
@@ -23,7 +24,6 @@ from .inert_pickle import (
     build_ordered_dict,
     interpret,
 )
-from .names import DTYPES, DType
 
 PAYLOAD_ALIGN_BYTES = 64
 """Payloads begin at a multiple of this, as in torch's own files."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ckpt_storage.errors import FormatError, UnsafeContentError
 
 from .boxes import Box
-from .documents import MAX_DIMS, is_int_list
+from .dtypes import DTYPES
+from .fields import MAX_DIMS, is_int_list
 from .inert_pickle import (
     Allowed,
     ForbiddenGlobalError,
@@ -24,7 +25,7 @@ from .inert_pickle import (
     interpret,
 )
 from .manifest import TensorRecord
-from .names import DTYPES, STOCK_METADATA, checked_path
+from .names import STOCK_METADATA, checked_path
 
 _MAX_FIELDS = 64
 

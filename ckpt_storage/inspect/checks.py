@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit import publishing
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
@@ -31,6 +31,7 @@ from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source, value_keys
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
 log = logging.getLogger("ckpt_storage")
@@ -94,6 +95,11 @@ class Findings:
         """Add `error` to the problems; `path` and `rank` replace those of the error."""
         step = error.next_step or "Load another checkpoint."
         message = str(error).removesuffix(step).strip()
+        if link_count := self.link_counts.get(path or error.path or ""):
+            message += (
+                f" The file has {link_count} names (hard links): other checkpoints that share it "
+                "are damaged, too."
+            )
         rank = rank if error.rank is None else error.rank
         fqn, offset = (getattr(error, name, None) for name in ("fqn", "offset"))
         place: dict[str, Any] = {"rank": rank, "fqn": fqn, "offset": offset, "next_step": step}
@@ -140,21 +146,21 @@ def check_stock(findings: Findings, head: SlotRecord, manifest: Manifest) -> Non
         error = IntegrityError(f"{path}: {what}", path=path, offset=0, next_step=RESTORE)
         findings.add(error)
     if manifest.stock is None:
-        tail = slotlog.read_stock_tail(store)
+        tail = publishing.read_stock_tail(store)
         if tail is not None:
             what = f".metadata belongs to another save than {head.save_id}, which has none."
             findings.add(IntegrityError(what, path=STOCK_METADATA, offset=0, next_step=_PUBLISH))
         return
     findings.file_count += 2
     with findings.noting(manifest.stock.path):
-        copy = slotlog.read_referenced(store, manifest.stock, max_bytes=MAX_STOCK_BYTES)
+        copy = objects.read_referenced(store, manifest.stock, max_bytes=MAX_STOCK_BYTES)
         pickled = split_footer(copy)[0]
         expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         with findings.noting(STOCK_METADATA):
-            published = slotlog.read_stock(store)
+            published = publishing.read_stock(store)
             if published is None or published.data != expected:
                 store.drop_caches(STOCK_METADATA)
-                published = slotlog.read_stock(store)
+                published = publishing.read_stock(store)
             data = b"" if published is None else published.data
             if data == expected:
                 return
@@ -191,7 +197,7 @@ def check_foreign(findings: Findings, source: Source) -> None:
         findings.file_count += 1
         end = place.start + place.size_bytes
         with findings.noting():
-            info = slotlog.stat_or_none(findings.store, path)
+            info = objects.stat_or_none(findings.store, path)
             if info is None:
                 raise source.explain_missing(place)
             if info.size_bytes < end:
@@ -234,7 +240,7 @@ def check_exports(findings: Findings, head: str | None) -> list[ExportStatus]:
 
 def _index_in(store: Store, folder: str) -> bytes | None:
     try:
-        content = slotlog.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
+        content = objects.read_or_none(store, f"{folder}/{INDEX_NAME}".lstrip("/"))
     except StorageError as error:
         # Without the right to list, some storages answer 403 for absent files.
         if error.kind != "permission":
@@ -254,7 +260,7 @@ def _check_export(
         return _unfinished(findings, folder) if _is_guarded(store, folder) else None
     path, tag, files = prefix + INDEX_NAME, IndexTag.of(index), list[FileRef]()
     with noting(path):
-        if tag is None and slotlog.is_there(store, prefix + NAMES_PATH):
+        if tag is None and objects.is_there(store, prefix + NAMES_PATH):
             what = "is damaged, or another program wrote it: it names no export of this package"
             raise _damage(path, what)
     if tag is None:
@@ -265,7 +271,7 @@ def _check_export(
     record_path = prefix + export_path(tag.fingerprint)
     with noting(record_path):
         decode = partial(ExportRecord.decode, path=record_path)
-        record = slotlog.read_decoded(store, record_path, decode)
+        record = objects.read_decoded(store, record_path, decode)
         if record is None:
             raise _damage(record_path, "is missing: it is the record of the export")
         if record.fingerprint != tag.fingerprint:
@@ -298,7 +304,7 @@ def _unfinished(findings: Findings, folder: str) -> ExportStatus | None:
 
 def _is_guarded(store: Store, folder: str) -> bool:
     try:
-        return slotlog.is_there(store, f"{folder}/{GUARD_NAME}".lstrip("/"))
+        return objects.is_there(store, f"{folder}/{GUARD_NAME}".lstrip("/"))
     except StorageError as error:
         # As in `_index_in`.
         if error.kind != "permission":

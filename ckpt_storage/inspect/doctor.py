@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef
@@ -20,6 +19,7 @@ from ckpt_storage.options import MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import try_absence, try_creation, try_range, try_versions
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 from ckpt_storage.transfer.writing import ObjectWriter, write_options
 
@@ -246,7 +246,7 @@ class _Visit:
 
     def _delete(self, path: str) -> str:
         self.store.delete([path])
-        is_there = slotlog.is_there(self.store, path)
+        is_there = objects.is_there(self.store, path)
         return "an object is still there after its deletion" if is_there else ""
 
     def clean_up(self) -> list[str]:

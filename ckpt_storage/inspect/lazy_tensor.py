@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ckpt_storage.format.boxes import Selection
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 
 from .array_casts import cast_array
 from .reading import Handle, Words, elements_of, read_tensors

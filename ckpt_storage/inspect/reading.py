@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, Casts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, Source, adding_context

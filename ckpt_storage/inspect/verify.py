@@ -22,15 +22,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import (
-    DAMAGED,
-    MAX_SLOT_BYTES,
-    RESTORE,
-    Fields,
-    FileRef,
-    unseal,
-)
+from ckpt_storage.format.documents import DAMAGED, MAX_SLOT_BYTES, RESTORE, FileRef, unseal
 from ckpt_storage.format.exports import GUARD_NAME
+from ckpt_storage.format.fields import Fields
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import begun_path, slot_path
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, checksums_of, wrong_block
@@ -41,6 +35,7 @@ from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import side_by_side, some_at_once
 
@@ -234,7 +229,7 @@ class _Check(Findings):
                     marker.value("save_id", str, ok=lambda text: text == manifest.save_id)
                     return True
 
-                has_marker = slotlog.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
+                has_marker = objects.read_decoded(self.store, path, check, max_bytes=MAX_SLOT_BYTES)
                 self.file_count += has_marker is not None
         files = divided(manifest.files, self.part_count)[self.part]
         total_bytes = sum(files.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ckpt_storage.format.boxes import Box, Grid, find_grid
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
 DASH = "\N{EN DASH}"

@@ -16,7 +16,7 @@ from torch_checkpointing.metadata_serialization import DistributedMetadataFormat
 from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import Storage
 
-from ckpt_storage.saves.files import PREFIX
+from ckpt_storage.saves.file_streams import PREFIX
 
 from .checkpointing_storage import CheckpointStorage
 

@@ -33,7 +33,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.files import PIECE_BYTES, PREFIX, FilesSave
+from ckpt_storage.saves.file_streams import PIECE_BYTES, PREFIX, FilesSave
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
@@ -62,7 +62,7 @@ class _Ranks:
             return cls()
         group = dist.group.WORLD
         assert group is not None  # noqa: S101  # it is initialized
-        address = StoreClient.of_group(group).address()
+        address = StoreClient.of_group(group).address
         if address is None:
             raise InvalidInputError(
                 "The ranks share a store that only this process reaches.",

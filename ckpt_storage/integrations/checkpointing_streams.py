@@ -13,7 +13,7 @@ from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.errors import CheckpointError, RankFailedError, StorageError
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.inspect.reading import read_into
-from ckpt_storage.saves.files import PREFIX, FileStream
+from ckpt_storage.saves.file_streams import PREFIX, FileStream
 
 __all__ = ["ReadStream", "WriteStream"]
 

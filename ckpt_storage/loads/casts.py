@@ -23,23 +23,6 @@ _PIECE = 1 << 16
 """Elements compared per step: their temporaries fit into a second-level cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Example:
-    """One element that a cast changed."""
-
-    fqn: str
-    stored: object
-    stored_dtype: str
-    loaded: object
-    loaded_dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.fqn} is stored as {self.stored_dtype} and loaded as {self.loaded_dtype}: "
-            f"{self.stored!r} becomes {self.loaded!r}"
-        )
-
-
 class CastChecker:
     """Copies elements with a cast and compares the result with them; thread-safe.
 
@@ -51,7 +34,7 @@ class CastChecker:
         self._casts = casts
         self._lock = threading.Lock()
         self._rounded_count = 0
-        self._rounded: _Example | None = None
+        self._example: str | None = None
 
     def copy(
         self, source: torch.Tensor, target: torch.Tensor, fqn: str, *, non_blocking: bool = False
@@ -89,16 +72,16 @@ class CastChecker:
             )
         with self._lock:
             self._rounded_count += int(torch.count_nonzero(changes.rounded))
-            if self._rounded is None:
-                self._rounded = _example(source, target, changes.rounded, fqn)
+            if self._example is None:
+                self._example = _example(source, target, changes.rounded, fqn)
 
     def report(self, url: str) -> None:
         """Log one line if values were rounded."""
-        if self._rounded is not None:
+        if self._example is not None:
             log.warning(
                 "%s: elements rounded to the dtypes of their targets: %d. For example, %s. "
                 "casts='any' loads without this check, casts='exact' raises.",
-                *(url, self._rounded_count, self._rounded),
+                *(url, self._rounded_count, self._example),
             )
 
 
@@ -107,14 +90,12 @@ def _cast_error(message: str, next_step: str) -> InvalidInputError:
     return InvalidInputError(f"{message} {effect}", phase="load", next_step=next_step)
 
 
-def _example(source: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, fqn: str) -> _Example:
+def _example(source: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, fqn: str) -> str:
+    """Describe the first element that a cast changed."""
     first = tuple(torch.nonzero(mask)[0].tolist())
-    return _Example(
-        fqn=fqn,
-        stored=_number(source[first]),
-        stored_dtype=dtype_name(source.dtype),
-        loaded=_number(target[first]),
-        loaded_dtype=dtype_name(target.dtype),
+    return (
+        f"{fqn} is stored as {dtype_name(source.dtype)} and loaded as {dtype_name(target.dtype)}: "
+        f"{_number(source[first])!r} becomes {_number(target[first])!r}"
     )
 
 
@@ -124,11 +105,8 @@ def _number(element: torch.Tensor) -> object:
 
 def can_cast(stored: torch.dtype, target: torch.dtype) -> bool:
     """Return whether torch copies elements of one dtype into the other."""
-    return stored == target or not any(map(_is_packed, (stored, target)))
-
-
-def _is_packed(dtype: torch.dtype) -> bool:
-    return dtype_name(dtype).startswith(("bits", "float4"))
+    names = map(dtype_name, (stored, target))
+    return stored == target or not any(name.startswith(("bits", "float4")) for name in names)
 
 
 @functools.cache

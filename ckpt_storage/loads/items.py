@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Box, WindowCopy, box_selection
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import read_opaque, scan_blob
 from ckpt_storage.options import Casts
 from ckpt_storage.source.model import Source
@@ -59,7 +59,7 @@ class CudaMover:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, data: torch.Tensor, use: Use) -> Callable[[], None]:
-        """Queue the copy of `data`, a part of a `buffer`, and its `use` on the device.
+        """Queue the copy of `data`, a view of a `buffer`, and its `use` on the device.
 
         Returns a function that waits until the buffer may be filled again.
         """
@@ -163,12 +163,12 @@ class TensorRead(ChunkRead):
                 source = flat.as_strided(
                     copy.sizes, copy.source_strides, copy.source_offset_elements
                 )
-                part = map(slice, copy.dest_offsets, map(add, copy.dest_offsets, copy.sizes))
-                self.assign(tuple(part), source)
+                box = map(slice, copy.dest_offsets, map(add, copy.dest_offsets, copy.sizes))
+                self.assign(tuple(box), source)
 
-    def assign(self, part: tuple[slice, ...], source: torch.Tensor) -> None:
-        """Copy stored elements into a part of the tensor. Raises `InvalidInputError` by `casts`."""
-        target, is_async = self.tensor[part], self.ring is not None
+    def assign(self, box: tuple[slice, ...], source: torch.Tensor) -> None:
+        """Copy stored elements into a box of the tensor. Raises `InvalidInputError` by `casts`."""
+        target, is_async = self.tensor[box], self.ring is not None
         if self.checker is None or is_lossless(self.dtype, target.dtype):
             target.copy_(source, non_blocking=is_async)
         else:
@@ -206,8 +206,10 @@ class LoadItems:
             [(self._stored_name(item), _offsets_of(item)) for item in plan.items]
         )
         self.places = places
-        owners: dict[torch.device, dict[int, int]] = {}
-        for number, (item, place) in enumerate(zip(plan.items, places, strict=True)):
+        # The first target at each address; and those that share memory and are stored differently.
+        firsts: dict[torch.device, dict[int, _Target]] = {}
+        self._sharing: dict[int, tuple[_Target, list[tuple[_Target, torch.Tensor]]]] = {}
+        for item, place in zip(plan.items, places, strict=True):
             source_place = place if verify else place.unchecked()
             if item.type is LoadItemType.BYTE_IO:
                 buffer = bytearray(source_place.size_bytes)
@@ -216,11 +218,13 @@ class LoadItems:
                 continue
             stored = source.tensors[self._stored_name(item)].dtype
             target = self._target(item, stored)
-            if casts != "any" and place.crcs is not None and target.numel():
-                known = owners.setdefault(target.device, {}).setdefault(target.data_ptr(), number)
-                if known != number:
-                    _check_memory((plan.items[known], places[known]), (item, place))
             self._targets.append(target)
+            if casts != "any" and place.crcs is not None and target.numel():
+                own = (item, place, target)
+                first = firsts.setdefault(target.device, {}).setdefault(target.data_ptr(), own)
+                if first is not own and _stored_bytes(first) != _stored_bytes(own):
+                    target = torch.empty_like(target)
+                    self._sharing.setdefault(id(first), (first, []))[1].append((own, target))
             reads = self._opaque if source_place.kind == "opaque" else self.reads
             reads.append(self._read(item, stored, target, source_place))
 
@@ -319,9 +323,22 @@ class LoadItems:
             read.assign((), elements)  # type: ignore[attr-defined]  # a TensorRead
 
     def finish(self) -> None:
-        """Wait until all copies to devices have ended."""
+        """Wait until all copies to devices have ended, and fill targets that share memory.
+
+        Raises `InvalidInputError` if their values differ where they share it.
+        """
         for ring in self._rings.values():
             ring.finish()
+        for first, others in self._sharing.values():
+            filled = [(first, first[2].clone())]
+            for value in others:
+                (_, _, target), elements = value
+                with torch.inference_mode(target.is_inference()):
+                    target.copy_(elements)
+                for earlier, expected in filled:
+                    if not _has_equal_bytes(earlier[2], expected):
+                        raise _sharing_error(earlier[1].fqn, value[0][1].fqn)
+                filled.append(value)
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Pass all values to the planner, once all bytes are read and verified."""
@@ -372,24 +389,31 @@ def _exact(offsets: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-def _check_memory(known: tuple[ReadItem, ChunkPlace], new: tuple[ReadItem, ChunkPlace]) -> None:
-    """Refuse two targets at one address whose stored values have different checksums."""
-    held, place = known[1], new[1]
-    values = [
-        (tuple(item.storage_offsets), tuple(item.lengths), list(chunk.crcs or ()))
-        for item, chunk in (known, new)
-    ]
-    if values[0] == values[1]:
-        return
-    if held.fqn == place.fqn:
-        raise _target_error(
-            f"Several elements of the target of {place.fqn} are a single memory location.",
+_Target = tuple[ReadItem, ChunkPlace, torch.Tensor]
+
+
+def _stored_bytes(target: _Target) -> tuple[object, ...]:
+    """Return a key that is equal for values that are stored as the same bytes."""
+    item, place, _ = target
+    return tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
+
+
+def _has_equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether tensors of one dtype have the same elements; NaN equals NaN."""
+    plain = [tensor.resolve_conj().resolve_neg().reshape(-1) for tensor in (left, right)]
+    return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
+
+
+def _sharing_error(held: str, fqn: str) -> InvalidInputError:
+    if held == fqn:
+        return _target_error(
+            f"Several elements of the target of {fqn} are a single memory location.",
             "Load into a tensor that is not expanded: clone() it first.",
         )
-    raise _target_error(
-        f"The targets of {held.fqn} and {place.fqn} are one memory, and the checkpoint holds "
-        "other values for each.",
-        "Give each a tensor of its own, load one of them, or pass casts='any': then either "
+    return _target_error(
+        f"The targets of {held} and {fqn} share memory, and the checkpoint has different values "
+        "for it.",
+        "Give each a tensor of its own, load only one of them, or pass casts='any': then either "
         "value may stay.",
     )
 

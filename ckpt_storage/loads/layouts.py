@@ -108,7 +108,7 @@ def check_layout(fqn: str, state: object, *, act: str, way_out: str) -> None:
     if type(value) is DTensor and boxes_of(value) is not None:
         raise InvalidInputError(
             f"{fqn} cannot be {act} by a planner of torch: its placements "
-            f"{list(value.placements)} give this rank several separate parts of the tensor.",
+            f"{list(value.placements)} give this rank several separate boxes of the tensor.",
             next_step=way_out,
         )
 
@@ -132,18 +132,25 @@ def wraps_tensors(value: object) -> bool:
 
 
 def unwrap(
-    state: dict[str, Any], paths: dict[str, Any], *, stored: Collection[str] | None = None
+    state: dict[str, Any],
+    paths: dict[str, Any],
+    *,
+    stored: Collection[str] = (),
+    is_partial: bool = False,
 ) -> None:
     """Replace each tensor that wraps others by these, in a flat state and its paths.
 
-    Waits for the results of pending collectives. Raises `InvalidInputError` if `stored`, the names
-    of a checkpoint, has other shards of such a tensor only.
+    Waits for the results of pending collectives. A tensor whose own name is among `stored`, the
+    names of a checkpoint, stays: stock DCP pickles it whole. Raises `InvalidInputError` if `stored`
+    has other shards of such a tensor only, unless `is_partial`.
     """
     for fqn, value in state.items():
         if type(value) not in PLAIN:
             state[fqn] = _wait_for(value)
     wrapped = [
-        fqn for fqn, value in state.items() if type(value) not in PLAIN and wraps_tensors(value)
+        fqn
+        for fqn, value in state.items()
+        if type(value) not in PLAIN and wraps_tensors(value) and fqn not in stored
     ]
     for fqn in wrapped:
         value, path = state.pop(fqn), paths.pop(fqn)
@@ -156,7 +163,7 @@ def unwrap(
                     phase="plan",
                     next_step="Rename the other value.",
                 )
-            if type(value) is DTensor and stored is not None and name not in stored:
+            if type(value) is DTensor and not is_partial and name not in stored:
                 _check_shards(fqn, value, stored)
             state[name], paths[name] = inner, (*path, *names)
 

@@ -66,19 +66,19 @@ def load(  # the public surface, all keyword-only
 
     Does what `dcp.load` does, with the bounds of `save`: no collective runs on any process
     group, each phase has a deadline, and every live rank learns which rank failed. Returns the
-    statistics of all ranks when every rank has loaded and verified its part. If a save overwrites
-    the checkpoint meanwhile and frees what is read, all ranks load the new one instead; eight times
-    at most, each with the whole timeout.
+    statistics of all ranks when every rank has loaded and verified its values. If a save overwrites
+    the checkpoint meanwhile and frees what is read, all ranks load the new checkpoint instead, at
+    most eight times, each with the whole timeout.
 
     Args:
         state: state dict as for `dcp.load`: tensors are filled, `Stateful` objects get their
             `load_state_dict` called, plain values are replaced.
         url: URL or local path of anything that `CheckpointStorageReader` opens.
-        process_group: the ranks that load; default: the default group; without one, this process.
+        process_group: the ranks that load; default: the default group, or this process alone.
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default four
             minutes and an hour.
         storage_options: passed to the fsspec file system.
-        planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
+        planner: a DCP `LoadPlanner`; by default the plans are those of `DefaultLoadPlanner()`.
             All ranks pass a planner, or none does; the coordinator's gets all plans.
         rename: names of the checkpoint's values in `state`, as for `CheckpointStorageReader`.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
@@ -172,8 +172,8 @@ def _run(
     terms = session.terms()
     kind = kind_of(operation.what)
     operation.meet(
-        {**terms, "planner": "the default one" if custom is None else "a custom one"},
-        identity=Identity(kind=kind, url=session.url),
+        {**terms, "planner": "the default" if custom is None else "a custom planner"},
+        identity=Identity(kind=kind, url=session.url, is_read=True),
     )
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()

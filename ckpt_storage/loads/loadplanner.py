@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.documents import LazyList
+from ckpt_storage.format.columns import LazyList
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.format.names import parse_per_rank_key
 from ckpt_storage.source.model import Source
 
 from .layouts import box_at, boxes_of, unwrap
-from .tensors import PLAIN, parts_of, placements_key
+from .tensors import PLAIN, declared_chunks, placements_key
 
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
@@ -45,7 +45,7 @@ def metadata_of(
 ) -> Metadata:
     """Return the metadata for planners; with `lazy` each entry is made when it is asked for.
 
-    `stored_names` maps each name that planners see to the stored one; None: they are the same.
+    `stored_names` maps each name that planners see to the stored name; None: they are equal.
     """
     state: Mapping[str, _Entry] = _Entries(source, stored_names)
     if not lazy:
@@ -149,9 +149,9 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-_Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
-"""A read without its FQN: offsets and number of the target's chunk, and the part's offsets in it;
-the same of the stored chunk; sizes of the part."""
+_Overlap = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
+"""A read without its FQN, of what a stored chunk and one of a target share: offsets and number of
+the target's chunk, and the offsets in it; the same of the stored chunk; the sizes."""
 
 
 class OwnChunksLoadPlanner(DefaultLoadPlanner):
@@ -171,11 +171,10 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         # In the order of save planners: the other order loses empty containers in lists.
         flat, self.mappings = flatten_state_dict(state_dict)
         self.state_dict = _flatten_sharded_tensors(flat)
+        stored = () if metadata is None else metadata.state_dict_metadata
         # In a partial load, names may be missing.
-        stored = None
-        if metadata is not None and not self.allow_partial_load:
-            stored = metadata.state_dict_metadata
-        unwrap(self.state_dict, self.mappings, stored=stored)
+        is_partial = self.allow_partial_load
+        unwrap(self.state_dict, self.mappings, stored=stored, is_partial=is_partial)
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
@@ -199,7 +198,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                 if not self.allow_partial_load:
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
                 continue
-            own = parts_of(value) if isinstance(value, torch.Tensor) else None
+            own = declared_chunks(value) if isinstance(value, torch.Tensor) else None
             if isinstance(saved, TensorStorageMetadata) and hasattr(value, "size"):
                 current = value.size() if own is None else torch.Size(own[0])
                 if saved.size != current:
@@ -210,7 +209,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                 continue
             chunks = getattr(saved, "chunks", None)
             if own is None and isinstance(chunks, ChunkList) and isinstance(value, torch.Tensor):
-                items += _items(fqn, shardings.parts(chunks, value))
+                items += _items(fqn, shardings.overlaps(chunks, value))
             else:
                 items += _create_read_items(fqn, saved, value)
         return LoadPlan(items)
@@ -231,7 +230,8 @@ class _ShardingCache:
 
     def __init__(self) -> None:
         self._own: dict[object, list[ChunkStorageMetadata]] = {}
-        self._parts: dict[tuple[int, int], tuple[list[ChunkStorageMetadata], list[_Part]]] = {}
+        self._overlaps: dict[tuple[int, int], tuple[list[ChunkStorageMetadata], list[_Overlap]]]
+        self._overlaps = {}
 
     def own(self, value: torch.Tensor) -> list[ChunkStorageMetadata]:
         """Return the chunks that this rank holds; tensors with equal sharding share the list."""
@@ -244,14 +244,14 @@ class _ShardingCache:
             self._own[key] = chunks
         return self._own[key]
 
-    def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
+    def overlaps(self, chunks: ChunkList, value: torch.Tensor) -> list[_Overlap]:
         """Return the reads of this rank for a tensor."""
         own = self.own(value)
         # The ids stay valid: the metadata keeps the boxes alive, and `self._own` the chunks.
         key = (id(chunks.info.boxes), id(own))
-        if key not in self._parts:
-            self._parts[key] = own, list(_parts(chunks, own))
-        return self._parts[key][1]
+        if key not in self._overlaps:
+            self._overlaps[key] = own, list(_overlaps(chunks, own))
+        return self._overlaps[key][1]
 
 
 def _sharding_key(value: torch.Tensor) -> object:
@@ -272,10 +272,10 @@ def _index(fqn: str, offset: torch.Size, number: int) -> MetadataIndex:
     return index
 
 
-def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
+def _items(fqn: str, overlaps: Iterable[_Overlap]) -> list[ReadItem]:
     kind = LoadItemType.TENSOR
     items = []
-    for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts:
+    for dest, number, dest_offsets, saved, at, saved_offsets, sizes in overlaps:
         index = _index(fqn, dest, number)
         # A chunk that is loaded as it was saved needs a single index, which is immutable.
         source = index if number == at and dest == saved else _index(fqn, saved, at)
@@ -283,7 +283,7 @@ def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
     return items
 
 
-def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part]:
+def _overlaps(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Overlap]:
     boxes = chunks.info.boxes
     for number, chunk in enumerate(own):
         target = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -291,10 +291,10 @@ def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part
             continue
         for at in chunks.info.overlapping(target):
             saved = boxes[at]
-            part = saved.intersect(target)
-            assert part is not None  # noqa: S101  # they overlap
+            shared = saved.intersect(target)
+            assert shared is not None  # noqa: S101  # they overlap
             yield (
-                *(_size(target.offsets), number, _size(part.relative_to(target).offsets)),
-                *(_size(saved.offsets), at, _size(part.relative_to(saved).offsets)),
-                _size(part.sizes),
+                *(_size(target.offsets), number, _size(shared.relative_to(target).offsets)),
+                *(_size(saved.offsets), at, _size(shared.relative_to(saved).offsets)),
+                _size(shared.sizes),
             )

@@ -176,7 +176,7 @@ def _saved_under(path: tuple[Any, ...], metadata: Metadata) -> dict[str, Any]:
 def _inner_path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
     """Return the rest of a path from the key of a rank on, if the keys before it make `name`.
 
-    Names are compared, as a renamed value has only the last part of its path.
+    Names are compared, as a renamed value has only the last key of its path.
     """
     for at, key in enumerate(path):
         is_key = parse_per_rank_key(str(key)) is not None

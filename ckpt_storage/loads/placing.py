@@ -11,6 +11,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from .states import uses_methods_of
+
 
 class ValuePlacer:
     """Passes loaded objects to a planner; for torch's default planner, keeps keys as they are.
@@ -22,8 +24,7 @@ class ValuePlacer:
         self._planner: Any = planner
         self._is_stock = (
             isinstance(planner, DefaultLoadPlanner)
-            and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
-            and "load_bytes" not in vars(planner)
+            and uses_methods_of(planner, DefaultLoadPlanner, ["load_bytes"])
             and planner.flatten_state_dict
         )
         # By id(); the containers live as long as the state.
@@ -40,9 +41,9 @@ class ValuePlacer:
 
     def _set(self, root: Any, path: Sequence[str | int], value: object) -> None:  # noqa: ANN401  # a container
         container = root
-        for part, following in pairwise(path):
+        for name, following in pairwise(path):
             default: Any = {} if isinstance(following, str) else []
-            key = self._key_in(container, part)
+            key = self._key_in(container, name)
             if isinstance(container, Mapping):
                 container = container.setdefault(key, default)  # type: ignore[attr-defined]  # it is mutable
                 continue
@@ -55,18 +56,18 @@ class ValuePlacer:
             _extend(container, key)
         container[key] = value
 
-    def _key_in(self, container: Any, part: str | int) -> Any:  # noqa: ANN401  # of any kind
-        """Return the key whose string in a flattened path is `part`."""
+    def _key_in(self, container: Any, name: str | int) -> Any:  # noqa: ANN401  # of any kind
+        """Return the key whose string in a flattened path is `name`."""
         if not isinstance(container, Mapping):
-            return part
-        if part in container and not is_hollow(container[part]):
-            return part
+            return name
+        if name in container and not is_hollow(container[name]):
+            return name
         keys = self._keys.get(id(container))
         if keys is None:
             # Of two keys with the same string, only that of a value with a name counts.
             named = {str(key): key for key, value in container.items() if not is_hollow(value)}
             keys = self._keys[id(container)] = {str(key): key for key in container} | named
-        return keys.get(str(part), part)
+        return keys.get(str(name), name)
 
 
 def is_hollow(value: object) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError, StorageError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     Casts,
@@ -299,8 +299,8 @@ class LoadSession:
             )
             places += items.places
             split = None if settings.shared_reads == "never" else items.split
-            with nullcontext() if links is None else links(ranges, split) as parts:
-                own, shared = parts or (items.reads, None)
+            with nullcontext() if links is None else links(ranges, split) as divided:
+                own, shared = divided or (items.reads, None)
                 # Disks are read in order; on servers each rank starts at another read.
                 reads = chunks.plan(own, turn=self.rank if is_remote else None)
                 own_bytes = sum(read.stop - read.start for read in reads)

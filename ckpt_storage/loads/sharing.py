@@ -169,7 +169,7 @@ def plan_shares(
 def _cells(
     sizes: tuple[int, ...], item_bytes: int, users: Sequence[tuple[int, Box]], unit: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yield start, stop and ranks of parts of a chunk; nothing if it is not worth sharing."""
+    """Yield start, stop and ranks of pieces of a chunk; nothing if it is not worth sharing."""
     total = math.prod(sizes) * item_bytes
     reach: dict[int, tuple[int, int]] = {}
     is_same = all(region == users[0][1] for _, region in users)
@@ -290,24 +290,24 @@ class SharedReads:
 
     def _move(self, unit: Unit, buffer: memoryview) -> None:
         """Read an own unit, copy it to the targets and send it; or receive, check and copy it."""
-        parts: list[tuple[Sequence[ChunkRead], int, memoryview]] = []
+        pieces: list[tuple[Sequence[ChunkRead], int, memoryview]] = []
         at, tag, is_own = 0, _TAG + unit.number, unit.owner == self._order.rank
         for key, start, stop in unit.pieces:
-            parts.append((self._reads[key], start, buffer[at : at + stop - start]))
+            pieces.append((self._reads[key], start, buffer[at : at + stop - start]))
             at += stop - start
         if is_own:
-            reads = [bytes_read(wants[0].place, part, start) for wants, start, part in parts]
+            reads = [bytes_read(wants[0].place, view, start) for wants, start, view in pieces]
             self._chunks.read(reads)
         else:
             self._peers.receive(unit.owner, buffer, tag, self._deadline)
-            for wants, start, part in parts:
-                self._check_received(unit.owner, wants[0], start, part)
-        for wants, start, part in parts:
+            for wants, start, view in pieces:
+                self._check_received(unit.owner, wants[0], start, view)
+        for wants, start, view in pieces:
             for read in wants:
                 if self._failures:
                     # The load has failed, and its caller may use the targets again.
                     raise CheckpointError(f"The load of rank {self._order.rank} has failed.")
-                put(read, start, part)
+                put(read, start, view)
         if is_own:
             for rank in unit.ranks:
                 if rank != self._order.rank:
@@ -315,13 +315,13 @@ class SharedReads:
         else:
             self._deadline.monitor.advanced(len(buffer))
 
-    def _check_received(self, owner: int, want: ChunkRead, start: int, part: memoryview) -> None:
+    def _check_received(self, owner: int, want: ChunkRead, start: int, view: memoryview) -> None:
         """Check a piece that a peer sent; read it from the storage if its checksum differs."""
         try:
-            want.place.check(part, start)
+            want.place.check(view, start)
         except IntegrityError as error:
             log.warning("A piece that rank %d sent is read from the storage: %s", owner, error)
-            self._chunks.read([bytes_read(want.place, part, start)])
+            self._chunks.read([bytes_read(want.place, view, start)])
 
 
 _Split = tuple[Sequence[ChunkRead], Mapping[Key, Sequence[ChunkRead]]]
@@ -344,21 +344,21 @@ def joined(
 
     `split` returns the reads of this rank in these two groups; None: it cannot share.
     """
-    options, parts = ranges.options, None
-    # A unit needs a buffer, whose size is limited like that of a part.
+    options, reads = ranges.options, None
+    # A unit needs a buffer, whose size is limited like that of a ranged read.
     max_bytes = min(options.part_bytes, options.memory_limit_bytes // 2)
     if split is not None and order.unit_bytes <= max_bytes:
-        parts = split(order)
+        reads = split(order)
     gather, deadline = operation.all_gather, ranges.store.deadline
-    is_joined = all(gather(parts is not None)) and all(gather(_connect(operation, peers, deadline)))
+    is_joined = all(gather(reads is not None)) and all(gather(_connect(operation, peers, deadline)))
     try:
-        if parts is None or not is_joined:
+        if reads is None or not is_joined:
             yield None
         else:
             # Half of the memory, and half of that for the client's copies.
             window = options.memory_limit_bytes // (4 * order.unit_bytes)
             window = max(1, min(window, options.thread_count))
-            yield parts[0], SharedReads(order, parts[1], peers, ranges, window=window)
+            yield reads[0], SharedReads(order, reads[1], peers, ranges, window=window)
     except BaseException:
         # No rank waits for the messages in flight any longer.
         is_joined = False

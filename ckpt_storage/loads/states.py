@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -21,6 +21,12 @@ _NEVER_STATEFUL = PLAIN | _PLAIN_VALUES | {DTensor, dict, list, tuple}
 _RESOLVING = ("resolve_data", "lookup_object", "transform_object")
 
 
+def uses_methods_of(planner: object, base: type, names: Iterable[str]) -> bool:
+    """Return whether the methods of these names are those of `base`, not overridden anywhere."""
+    kind, own = type(planner), getattr(planner, "__dict__", {})
+    return all(getattr(kind, n, None) is getattr(base, n) and n not in own for n in names)
+
+
 def is_stateful(value: object) -> bool:
     """Return whether DCP asks `value` for a state dict of its own."""
     return type(value) not in _NEVER_STATEFUL and isinstance(value, Stateful)
@@ -35,10 +41,8 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def plain_names(planner: SavePlanner) -> AbstractSet[str]:
     """Return names whose values are certainly plain, so that their pickles need no scan."""
-    kind, own, torchs = type(planner), getattr(planner, "__dict__", {}), DefaultSavePlanner
-    keeps = getattr(kind, "keeps_plain_values", False)
-    names = () if keeps else _RESOLVING
-    if any(getattr(kind, n, None) is not getattr(torchs, n) or n in own for n in names):
+    names = () if getattr(type(planner), "keeps_plain_values", False) else _RESOLVING
+    if not uses_methods_of(planner, DefaultSavePlanner, names):
         return frozenset()
-    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
+    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # torch's default has it
     return {fqn for fqn, value in state.items() if type(value) in _PLAIN_VALUES}

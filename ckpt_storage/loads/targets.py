@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.inspect.near_names import find_near_names
 
-from .tensors import parts_of
+from .tensors import declared_chunks
 
 log = logging.getLogger("ckpt_storage")
 
@@ -31,7 +31,7 @@ def find_mismatch(
     if missing:
         return _missing(missing, len(state), saved, url)
     kinds = [
-        f"{name} is a tensor there; its target is {_kind_of(value)}"
+        f"{name} is a tensor there; its target is of type {type(value).__name__}"
         for name, value in state.items()
         if isinstance(saved[name], TensorStorageMetadata) and not hasattr(value, "size")
     ]
@@ -82,13 +82,9 @@ def _shown(texts: Iterable[str]) -> str:
     return "; ".join(every[:_SHOWN_COUNT]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _kind_of(value: object) -> str:
-    return f"of type {type(value).__name__}"
-
-
 def _shape_of(value: Any) -> Sequence[int]:  # noqa: ANN401  # tensors, and torch's ShardedTensor
-    parts = parts_of(value) if isinstance(value, torch.Tensor) else None
-    shape: Sequence[int] = value.size() if parts is None else parts[0]
+    chunks = declared_chunks(value) if isinstance(value, torch.Tensor) else None
+    shape: Sequence[int] = value.size() if chunks is None else chunks[0]
     return shape
 
 

@@ -1,4 +1,4 @@
-"""Tensors as plans of saves and loads describe them: parts, placements, dtypes, memory."""
+"""Tensors as plans of saves and loads describe them: chunks, placements, dtypes, memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Placements = tuple[object, ...]
 
 _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
-Parts = tuple[Any, Any, Any, Any]
-"""Global shape; then for each part its offsets in the global and in the local tensor, and sizes."""
+DeclaredChunks = tuple[Any, Any, Any, Any]
+"""Global shape; then of each chunk its offsets in the global and in the local tensor, and sizes."""
 
-_torch_reads_parts = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
+_torch_reads_chunks = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None
 """Older releases ignore these attributes: such a tensor is then like any other."""
 
 
-def parts_of(tensor: torch.Tensor) -> Parts | None:
-    """Return the parts that a tensor declares; None if it declares none, or torch ignores them."""
-    if not _torch_reads_parts or not hasattr(tensor, _NAMES[1]):
+def declared_chunks(tensor: torch.Tensor) -> DeclaredChunks | None:
+    """Return the chunks that a tensor declares; None if it declares none, or torch ignores them."""
+    if not _torch_reads_chunks or not hasattr(tensor, _NAMES[1]):
         return None
-    parts = tuple(getattr(tensor, name, None) for name in _NAMES)
-    return None if None in parts else parts  # type: ignore[return-value]  # four names
+    chunks = tuple(getattr(tensor, name, None) for name in _NAMES)
+    return None if None in chunks else chunks  # type: ignore[return-value]  # four names
 
 
 def placements_key(placements: Iterable[object]) -> Placements:

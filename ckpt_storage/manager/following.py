@@ -43,9 +43,10 @@ def follow(
 
     Begins with those that are there. Never ends by itself without `idle_s`. A poll lists the root
     once and reads the folders that are new; of those without a commit it reads 16 again, in turn.
-    A folder whose name has a number ("step-900") is yielded once, also if it is saved anew; one
-    without ("latest") each time its save is another. A poll that fails because of a connection or
-    a throttled request is logged, and the next poll makes up for it. Any process; not collective.
+    A folder whose name has a number ("step-900") is yielded once, also if it is saved anew; a name
+    without a number ("latest") each time its save is another. A poll that fails because of a
+    connection or a throttled request is logged, and the next poll makes up for it. Any process; not
+    collective.
 
     Args:
         root_url: URL or local path of the root of a run; it need not exist yet.

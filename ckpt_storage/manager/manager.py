@@ -63,7 +63,7 @@ Pruning = Literal["background", "manual"]
 class CheckpointManager:
     """Manages the checkpoints below one root; a context manager.
 
-    Every rank makes one with equal arguments. Each checkpoint is a folder of the root, named after
+    Every rank makes it with equal arguments. Each checkpoint is a folder of the root, named after
     its step. Folders with other names, and files of other tools, are never changed. After a save
     the coordinator deletes in the background what no policy keeps: never the newest sound
     checkpoint, never a checkpoint that this manager saves or loads. A single manager a root
@@ -75,9 +75,9 @@ class CheckpointManager:
         names: template of the folders' names.
         every_steps: `should_save` at each multiple.
         every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
-        signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
-            was there is called as well; without one the signal no longer ends the process. Python's
-            own handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
+        signals: such as `signal.SIGTERM`: `should_save` once any rank gets it. A handler that was
+            there is called as well; else the signal no longer ends the process. Python's own
+            handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
             after the first.
         preemption: called a few times a second on each rank, on a thread of its own, so it must
             not call collectives; `should_save` once it has returned a true value on any rank.
@@ -95,8 +95,9 @@ class CheckpointManager:
         max_pending: background saves that may be in flight.
         on_error: "raise": a background save that failed is raised by the next `save_async` or
             `close`; "warn": it is logged.
-        reuse: what has not changed is not written again: the `base` of each save is the newest
-            checkpoint that this manager saved, or restored and found sound; see `save`.
+        reuse: what has not changed is not written again: the `base` of each save is the checkpoint
+            that this manager saved or restored last; see `save`. If a restore or a prune meets a
+            damaged checkpoint, the next save has no base.
         stable: as for `ckpt_storage.save`.
         full_every: write a file anew once so many checkpoints have it, so that one damaged file
             does not hurt a whole run; None: never.
@@ -393,9 +394,9 @@ class CheckpointManager:
         checkpoint that is damaged, or was deleted meanwhile, is skipped with a warning, and the
         next older one is loaded. The step of a damaged checkpoint may be saved again.
 
-        With `step` that checkpoint is loaded and no other; with `url` the one at that URL, also
-        below another root, which `storage_options` must fit. Thin checkpoints are skipped, and one
-        that was named is an error, unless `part` asks for what is there. Other arguments as for
+        With `step` that checkpoint is loaded and no other; with `url` the checkpoint there, also
+        below another root, which `storage_options` must fit. Thin checkpoints are skipped, and an
+        error if they are named, unless `part` asks for what is there. Other arguments as for
         `ckpt_storage.load`.
 
         Raises:
@@ -419,7 +420,7 @@ class CheckpointManager:
             restore_count=self._restore_count,
         )
         restored = resumer.run(partial(load, state, timeout=self._timeouts, **options))
-        # Only a restore that succeeded counts: one that a single rank called fails there.
+        # Only a restore that succeeded counts; if a single rank calls it, it fails there.
         self._restore_count = resumer.restore_count
         return restored
 
@@ -490,4 +491,4 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidInputError("The CheckpointManager is closed.", next_step="Make a new one.")
+            raise InvalidInputError("The CheckpointManager is closed.", next_step="Make another.")

@@ -61,7 +61,7 @@ class Mirror:
         return dict.fromkeys(missing, "the mirror has no copy of it yet")
 
     def _lacks(self, copied: FolderState | None, state: FolderState) -> bool:
-        """Return whether the mirror has no copy of a checkpoint, or one of an older save."""
+        """Return whether the mirror has no copy of a checkpoint, or a copy of an older save."""
         if (state.name, state.save_id) in self._copied:
             return False
         if copied is None or copied.info is None:

@@ -48,7 +48,7 @@ class RetentionPolicy(ABC):
         """Return the names that the rule keeps, each with the reason.
 
         `candidates` are all sound committed checkpoints of the run, the lowest step first; in
-        another call a damaged one is among them, as if it were sound.
+        another call a damaged checkpoint is among them, as if it were sound.
         """
 
     def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
@@ -70,7 +70,7 @@ class RetentionPolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(RetentionPolicy):
-    """Keep the `n` newest, by step. Damaged and thin ones do not count."""
+    """Keep the `n` newest, by step. Damaged and thin checkpoints do not count."""
 
     n: int
 

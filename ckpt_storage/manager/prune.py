@@ -213,7 +213,7 @@ class Pruner:
             self._has_warned = True
             log.warning(
                 "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
-                "still choose step %d, and KeepLatest counts the higher ones. If those are "
+                "still choose step %d, and KeepLatest counts the higher steps. If those are "
                 "abandoned, delete them, or save to another root.",
                 *(saved, step, newest.url, step),
             )

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,
@@ -76,7 +77,7 @@ Load = Callable[..., object]
 class Resumer:
     """One restore on one rank, together with the others.
 
-    It loads the newest checkpoint below `roots`, or the one that is `selected`, whose `select` is
+    It loads the newest checkpoint below `roots`, or the `selected` checkpoint, whose `select` is
     called where all ranks get its error. With `part` a checkpoint that holds some values only is
     loaded, too. `restore_count` is how often this rank has restored before; afterwards, the same
     on all ranks, it includes this restore.
@@ -129,6 +130,9 @@ class Resumer:
                 problem, present_id = self._try(load, root, info)
                 if problem is None and present_id == info.save_id:
                     root.record_sound(info.name, info.save_id)
+                    # Not all values need be in the state: a damaged file may not have been read.
+                    if not root.damage_count:
+                        root.base = info.name
                     if skipped and self._ranks.is_coordinator:
                         _report_skipped(info, skipped)
                     step = root.names.step_of(info.name) if info.step is None else info.step
@@ -164,7 +168,8 @@ class Resumer:
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
             terms = {"check": self._check, "the checkpoint": self._selected}
-            operation.meet(terms | {"part": str(self._takes_parts)})
+            identity = Identity(kind="the choice", url=self._url, is_read=True)
+            operation.meet(terms | {"part": str(self._takes_parts)}, identity=identity)
             if self._select is not None and self._name is None:
                 self._roots, self._name = self._select()
                 self._url = " and ".join(root.location.url for root in self._roots)

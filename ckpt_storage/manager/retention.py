@@ -66,12 +66,12 @@ def plan_retention(
 ) -> PruneReport:
     """Decide which folders below a root are kept, and give every reason.
 
-    Kept are all that any policy keeps, the newest sound, whole checkpoint, the last committed one,
+    Kept are all that any policy keeps, the newest sound, whole checkpoint, what was committed last,
     folders that are not of this run or may not be read, and `protected`, which maps names to
     reasons; also a second copy of a kept save, as both names may mean one folder. Policies count
     sound checkpoints only. A damaged checkpoint is kept while nothing sound is newer, and while a
-    policy would keep it if it were sound. With a `KeepPart`, all other sound ones are thinned in
-    place of being deleted; of the saves `undroppable` nothing can be dropped.
+    policy would keep it if it were sound. With a `KeepPart`, all other sound checkpoints are
+    thinned in place of being deleted; of the saves `undroppable` nothing can be dropped.
     """
     policies, ordered = policies_of(keep), sorted(folders, key=by_step)
     sound = [folder for folder in ordered if folder.is_sound]

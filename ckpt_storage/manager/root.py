@@ -13,7 +13,6 @@ from typing import TypeVar
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.publishing import is_foreign, read_footer
-from ckpt_storage.commit.slotlog import or_none_if_absent
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -29,6 +28,8 @@ from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
+from ckpt_storage.transfer.objects import or_none_if_absent
 from ckpt_storage.transfer.workers import some_at_once
 
 from .folders import FolderState
@@ -59,7 +60,8 @@ class Root:
 
     Steps are those of the names, or with `recorded_steps` those of the commit records. With `usage`
     the manifest of each checkpoint is read for `CheckpointInfo.usage`. `in_use` are the names that
-    this process uses.
+    this process uses; `base` names the checkpoint whose files the next save may reuse;
+    `damage_count` is how often damage was found.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class Root:
         self.location = location
         self.names = names
         self.in_use = NamesInUse()
+        self.base: str | None = None
+        self.damage_count = 0
         self.retry = retry or RetryPolicy()
         self.timeouts = timeouts or Timeouts()
         self._recorded_steps = recorded_steps
@@ -177,7 +181,7 @@ class Root:
         times_s = self._slot_times_s
 
         def read_time(name: str, save_id: str | None, slot: int) -> None:
-            stat = slotlog.stat_or_none(self.open(deadline, name), slot_path(slot))
+            stat = objects.stat_or_none(self.open(deadline, name), slot_path(slot))
             times_s[name, save_id, slot] = None if stat is None else stat.modified_s
 
         missing = [key for key in by_slot if key[-1] and key not in times_s]
@@ -242,27 +246,35 @@ class Root:
         reason = "another save replaced it"
         try:
             store = self.open(deadline, info.name)
-            if check_part(store, deep=deep) == info.save_id:
+            # A file that is damaged in another checkpoint may have a hard link in this one.
+            if check_part(store, deep=deep or self.damage_count > 0) == info.save_id:
                 self.record_sound(info.name, info.save_id)
                 return True
+        except IntegrityError as error:
+            self.record_damaged(info, str(error))
+            return False
         except UNUSABLE as error:
             reason = str(error)
-        self.record_damaged(info, reason)
+        self._record_unusable(info, reason)
         return False
 
     def record_sound(self, name: str, save_id: str | None) -> None:
         """Record that a checkpoint is sound."""
         self._soundness[name, save_id] = True
 
-    def newest_sound(self) -> str | None:
-        """Return the name of the checkpoint of the highest step that is known to be sound."""
-        # Of several saves of one name, the last that was recorded is the checkpoint.
-        newest = {name: is_sound for (name, _), is_sound in self._soundness.copy().items()}
-        known = [name for name, is_sound in newest.items() if is_sound]
-        return max(known, key=lambda name: self.names.step_of(name) or 0, default=None)
-
     def record_damaged(self, info: CheckpointInfo, reason: str) -> None:
-        """Record that a checkpoint is damaged: no policy counts it any more."""
+        """Record that a checkpoint is damaged: no policy counts it any more.
+
+        Others may have a hard link to the damaged file, so none is known to be sound any more.
+        """
+        self._record_unusable(info, reason)
+        self.damage_count += 1
+        self.base = None
+        for key, is_sound in self._soundness.copy().items():
+            if is_sound:
+                self._soundness.pop(key, None)
+
+    def _record_unusable(self, info: CheckpointInfo, reason: str) -> None:
         log.warning("%s is not counted as a checkpoint: %s", info.url, reason)
         if info.save_id is not None:
             self._soundness[info.name, info.save_id] = False

@@ -39,6 +39,7 @@ class StepSave:
         self._on_commit = on_commit
         self._release: Callable[[], None] = lambda: None
         self._argument_error: Exception | None = None
+        self._damage_count = root.damage_count
         self._name, place, user = "", root.location, {}
         try:
             self._name = root.names.name_of(arguments["step"])
@@ -69,8 +70,9 @@ class StepSave:
         return self._with_base(options)
 
     def _with_base(self, options: SaveOptions) -> SaveOptions:
-        """Return options whose base is the newest sound checkpoint, if files are to be reused."""
-        name = self._root.newest_sound() if options.has_reuse else None
+        """Return options whose base is that of the root, if files are to be reused."""
+        name = self._root.base if options.has_reuse else None
+        self._damage_count = self._root.damage_count
         return (
             options
             if name is None
@@ -124,8 +126,11 @@ class StepSave:
         self._root.forget(self._name)
         try:
             if save_id is not None:
-                # The save has verified every file before its commit.
-                self._root.record_sound(self._name, save_id)
+                # A file of the base may be the damaged file.
+                if self._root.damage_count == self._damage_count:
+                    # The save has verified every file before its commit.
+                    self._root.record_sound(self._name, save_id)
+                    self._root.base = self._name
                 self._on_commit(self._name)
         finally:
             self._release()

@@ -6,11 +6,12 @@ No byte of a reused file passes through the process: the file is linked, or the 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from ckpt_storage.commit.slotlog import read_decoded
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import combine_many, crc32c_of
@@ -22,6 +23,7 @@ from ckpt_storage.store.backend import CopySource, PartCopy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import COPY_REFUSALS, copies_parts
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.objects import read_decoded
 from ckpt_storage.transfer.workers import some_at_once
 
 from .hashes import new_hash
@@ -75,6 +77,11 @@ class Base:
                 first_crc = file.block_crcs[start] if start < stop else 0
                 self.items[key] = _StoredItem(file, at, first_crc)
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this process wrote it."""
+        return (self.manifest.host, self.manifest.pid) == (socket.gethostname(), os.getpid())
+
     def keys_of(self, file: ShardFile) -> list[Key]:
         """Return the keys of the items of a file, in its order."""
         fqns = self.manifest.fqns
@@ -91,22 +98,20 @@ class Base:
             return False
         file, at, first_crc = stored
         dtype = None if file.dtype[at] < 0 else self.manifest.dtypes[file.dtype[at]]
-        known = file.hash_of(at)
         is_alike = (dtype, file.payload_bytes[at]) == (item.dtype, item.payload_bytes)
-        if known == NO_HASH or not is_alike:
+        if file.hash_of(at) == NO_HASH or not is_alike:
             return False
-        first_bytes = min(file.block_bytes, item.payload_bytes)
-        digest, is_first = new_hash(), True
-        for view in item.views(_WINDOW_BYTES):
-            for start in range(0, len(view), _PIECE_BYTES):
-                piece = view[start : start + _PIECE_BYTES]
-                # Most values that change differ in their first block.
-                is_block = is_first and len(piece) >= first_bytes
-                if is_block and crc32c_of(piece[:first_bytes]) != first_crc:
-                    return False
-                is_first = False
-                digest.update(piece)
-        return digest.digest() == known
+        first_bytes, digest = min(file.block_bytes, item.payload_bytes), new_hash()
+        views = item.views(_WINDOW_BYTES)
+        starts = ((view, at) for view in views for at in range(0, len(view), _PIECE_BYTES))
+        for number, (view, start) in enumerate(starts):
+            piece = view[start : start + _PIECE_BYTES]
+            # Most values that change differ in their first block.
+            is_block = number == 0 and len(piece) >= first_bytes
+            if is_block and crc32c_of(piece[:first_bytes]) != first_crc:
+                return False
+            digest.update(piece)
+        return digest.digest() == file.hash_of(at)
 
 
 def read_base(store: Store, save_id: str, *, rank: int) -> Base | None:
@@ -179,7 +184,7 @@ def _copy_parts(
     thread_count: int,
     deadline: Deadline,
 ) -> int | None:
-    """Copy a file part by part; return its checksum if the storage reports those of the parts.
+    """Copy a file in parts; return its checksum if the storage reports those of the parts.
 
     Raises `StorageError` of a kind in `COPY_REFUSALS` if the storage does not copy.
     """

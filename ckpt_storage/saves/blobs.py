@@ -11,17 +11,14 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckpt_storage.loads.states import uses_methods_of
 from ckpt_storage.loads.tensors import PLAIN
 
 
 def pickles_plainly(planner: SavePlanner) -> bool:
     """Return whether a planner pickles the values of its state as torch's default does."""
     names = ("resolve_data", "transform_object")
-    kind, own = type(planner), getattr(planner, "__dict__", {})
-    return isinstance(planner, DefaultSavePlanner) and all(
-        getattr(kind, name) is getattr(DefaultSavePlanner, name) and name not in own
-        for name in names
-    )
+    return uses_methods_of(planner, DefaultSavePlanner, names)
 
 
 def pickled(value: object) -> io.BytesIO:
@@ -59,7 +56,7 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # one storage has one, as torch.save
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # as torch.save does
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,14 +77,14 @@ def _with_clones(value: Any, clones: Mapping[int, torch.Tensor], made: dict[int,
     # For a container that holds itself.
     made[id(value)] = value
     if isinstance(value, dict):
-        items = {key: _with_clones(item, clones, made) for key, item in value.items()}
-        changed = {key: item for key, item in items.items() if item is not value[key]}
+        entries = {key: _with_clones(item, clones, made) for key, item in value.items()}
+        changed = {key: item for key, item in entries.items() if item is not value[key]}
         if changed:
             made[id(value)] = value.copy()
             made[id(value)].update(changed)
         return made[id(value)]
-    parts = [_with_clones(item, clones, made) for item in value]
-    if any(part is not item for part, item in zip(parts, value, strict=True)):
+    items = [_with_clones(item, clones, made) for item in value]
+    if any(new is not old for new, old in zip(items, value, strict=True)):
         is_named = hasattr(value, "_fields")
-        made[id(value)] = type(value)(*parts) if is_named else type(value)(parts)
+        made[id(value)] = type(value)(*items) if is_named else type(value)(items)
     return made[id(value)]

@@ -22,11 +22,6 @@ _GROUP_MIN_BYTES = MIB
 """Bytes of a group, a rank on average, from which a file of its own is worth its requests."""
 
 
-def check_groups(groups: Sequence[str]) -> None:
-    """Raise `InvalidInputError` unless an argument is a list of different patterns."""
-    check_patterns("groups", groups)
-
-
 def check_patterns(name: str, value: object) -> None:
     """Raise `InvalidInputError` unless the argument `name` is a list of different patterns."""
     patterns = list(value) if isinstance(value, list | tuple) else [""]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.layouts import check_layout
 from ckpt_storage.loads.states import plain_names
@@ -206,7 +206,7 @@ def host_views(
     A contiguous CPU tensor is one view of its own memory, not copied, and must not change
     while the view is in use. Anything else is copied window by window, each of at most
     `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
-    CUDA device the next window is copied while the one before is in use.
+    CUDA device the next window is copied while the previous window is in use.
     """
     tensor = tensor.detach()
     if is_as_stored(tensor):
@@ -305,7 +305,7 @@ def _address(tensor: torch.Tensor) -> int:
             return tensor.data_ptr()
         if isinstance(tensor, DTensor):
             return tensor._local_tensor.data_ptr()  # noqa: SLF001  # to_local() costs ten times that
-        return next((part.data_ptr() for _, part in _parts(tensor) if part.numel()), 0)
+        return next((chunk.data_ptr() for _, chunk in _local_chunks(tensor) if chunk.numel()), 0)
     except RuntimeError:
         return 0
 
@@ -313,21 +313,21 @@ def _address(tensor: torch.Tensor) -> int:
 def _memory(tensor: torch.Tensor) -> object:
     """Return a key equal for tensors of the same memory; None without elements, or if unknown."""
     try:
-        parts = [
+        chunks = [
             (
-                *(offsets, part.device, part.data_ptr(), part.dtype, part.shape),
-                *(part.stride(), part.is_conj(), part.is_neg()),
+                *(offsets, chunk.device, chunk.data_ptr(), chunk.dtype, chunk.shape),
+                *(chunk.stride(), chunk.is_conj(), chunk.is_neg()),
             )
-            for offsets, part in _parts(tensor)
-            if part.numel()
+            for offsets, chunk in _local_chunks(tensor)
+            if chunk.numel()
         ]
     except RuntimeError:
         return None
     # Most kinds without memory of their own raise; others have address 0.
-    return frozenset(parts) if parts and all(part[2] for part in parts) else None
+    return frozenset(chunks) if chunks and all(chunk[2] for chunk in chunks) else None
 
 
-def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+def _local_chunks(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """Return local tensors and their offsets in the whole; raises `RuntimeError` if unknown."""
     if isinstance(tensor, ShardedTensor):
         return [
@@ -337,7 +337,7 @@ def _parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         local = tensor._local_tensor  # noqa: SLF001  # as above
         if not local.numel():
             return []
+        # A local tensor of several chunks has no memory of its own; `_memory` sees that.
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        # A local tensor of several chunks has no memory of its own; `_memory` finds that.
         return [(tuple(chunk.offsets), local) for chunk in chunks]
     return [((0,) * tensor.ndim, tensor)]

@@ -32,7 +32,7 @@ from ckpt_storage.store import Location, anchored
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.writing import write_options
 
-from .groups import check_groups, check_patterns
+from .groups import check_patterns
 from .hashes import check_hashes
 
 log = logging.getLogger("ckpt_storage")
@@ -133,7 +133,7 @@ class SaveOptions:
         return [self.stable] if isinstance(self.stable, str) else list(self.stable)
 
     def base_of(self, location: Location) -> Location | None:
-        """Return the location of the base of a save to `location`; None without one there.
+        """Return the location of the base of a save to `location`; None if nothing is reused.
 
         Nothing is reused from a storage of another kind.
         """
@@ -148,7 +148,7 @@ class SaveOptions:
         check_choice("stock_metadata", self.stock_metadata, StockMetadata)
         check_choice("unsafe_values", self.unsafe_values, UnsafeValues)
         check_choice("replicas", self.replicas, Replicas)
-        check_groups(self.groups)
+        check_patterns("groups", self.groups)
         if self.has_reuse:
             check_patterns("stable", self.stable_patterns)
             check_hashes()

@@ -23,10 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Path, int_keys_of
-from ckpt_storage.format.names import DTYPES
 from ckpt_storage.loads.placing import is_hollow
-from ckpt_storage.loads.tensors import PLAIN, Placements, dtype_name, parts_of, placements_key
+from ckpt_storage.loads.tensors import (
+    PLAIN,
+    Placements,
+    declared_chunks,
+    dtype_name,
+    placements_key,
+)
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
@@ -51,10 +57,10 @@ def structure_of(
     meshes: dict[int, object] = {}
     # By identity: the tensors of a layer often share a tuple.
     spelt: dict[int, Placements] = {}
-    # Equal parts are the same object: the collector's passes cost more than all else here.
+    # Equal values are the same object: the collector's passes cost more than all else here.
     shared: dict[Any, Any] = {}
     for fqn, value in state.items():
-        if type(value) in PLAIN and parts_of(value) is None:
+        if type(value) in PLAIN and declared_chunks(value) is None:
             shape = shared.setdefault(value.shape, value.shape)
             values.append((fqn, shape, value.dtype, value.layout, value.requires_grad))
         elif type(value) is DTensor:
@@ -200,7 +206,7 @@ def take_from_lowest(plans: Sequence[SavePlan], names: AbstractSet[str]) -> list
 
 
 def checked(plan: SavePlan) -> SavePlan:
-    """Return a plan that can be stored, in which equal parts of items are the same object.
+    """Return a plan that can be stored, in which equal values in items are the same object.
 
     Raises `InvalidInputError` for tensors whose elements have no known bytes.
     """

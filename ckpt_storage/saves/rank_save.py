@@ -52,7 +52,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The coordinator's answer: a final plan, or the id of the cached one; and the save's ticket.
+    """The coordinator's answer: a final plan, or the id of the cached plan; and the save's ticket.
 
     Without an id all ranks propose again, with what it `wants`.
     """
@@ -173,35 +173,33 @@ class RankSave:
 
     def accept(self, answer: object) -> str | None:
         """Take the coordinator's answer; return the save id, None if the ranks propose again."""
-        return self._accept(_unpacked(answer))
-
-    def _accept(self, answer: Answer) -> str | None:
+        opened: Answer = _unpacked(answer)
         local, cached = self._local, self._cached
         assert local is not None  # noqa: S101  # it has proposed
-        if answer.wants == "samples":
+        if opened.wants == "samples":
             self._sends_sample = True
             return None
-        if answer.plan_id is None or answer.ticket is None:
+        if opened.plan_id is None or opened.ticket is None:
             self._cached = None
             return None
-        if answer.plan is None:
+        if opened.plan is None:
             assert cached is not None  # noqa: S101  # it proposed its id
             self._plan = cached.plan
         else:
-            self._plan = local.planner.finish_plan(answer.plan)
+            self._plan = local.planner.finish_plan(opened.plan)
             if local.structure is not None:
                 PLAN_CACHE.append(
                     CachedPlan(
-                        plan_id=answer.plan_id,
+                        plan_id=opened.plan_id,
                         plan=self._plan,
                         structure=local.structure,
-                        item_count=answer.item_count,
-                        metadata=metadata_to_cache(self._metadata, answer.item_count),
+                        item_count=opened.item_count,
+                        metadata=metadata_to_cache(self._metadata, opened.item_count),
                         from_lowest=self._from_lowest,
                     )
                 )
-        self._ticket = answer.ticket
-        return answer.ticket.save_id
+        self._ticket = opened.ticket
+        return opened.ticket.save_id
 
     def write(self) -> Any:  # noqa: ANN401  # a `RankReport`, packed or not
         """Write this rank's files and return its report; durable on return."""

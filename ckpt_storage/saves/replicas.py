@@ -18,7 +18,7 @@ import torch
 from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.loads.tensors import PLAIN, parts_of
+from ckpt_storage.loads.tensors import PLAIN, declared_chunks
 from ckpt_storage.options import MIB, Replicas
 
 from .devices import byte_view
@@ -130,30 +130,32 @@ def sample_of(state: Mapping[str, Any]) -> LocalSample:
     on_devices: dict[torch.device, list[tuple[int, list[torch.Tensor]]]] = {}
     for name, value in state.items():
         # States have many small tensors: as few calls as there can be.
-        if type(value) not in PLAIN or (value.__dict__ and parts_of(value) is not None):
+        if type(value) not in PLAIN or (value.__dict__ and declared_chunks(value) is not None):
             continue
         size_bytes = value.nbytes
         if is_readable(value):
             if size_bytes <= _RAW_BYTES:
                 piece = string_at(value.data_ptr(), size_bytes) if size_bytes else b""
             else:
-                piece = _packed(_checksum_at(value.data_ptr(), size_bytes))
+                first, ends = value.data_ptr(), blocks_of(size_bytes)
+                blocks = (string_at(first + start, stop - start) for start, stop in ends)
+                piece = _piece_of(size_bytes, blocks)
         elif fault_of(value) is not None:
             continue
         elif value.is_cpu:
             piece = _piece_of(size_bytes, map(byte_view, _pieces_of(value)))
         else:
-            piece, parts = b"", list(_pieces_of(value))
-            on_devices.setdefault(value.device, []).append((len(pieces), parts))
+            piece, sampled = b"", list(_pieces_of(value))
+            on_devices.setdefault(value.device, []).append((len(pieces), sampled))
         names.append(name)
         sizes.append(size_bytes)
         pieces.append(piece)
     for tensors in on_devices.values():
         # One copy for all: each costs a round trip to the device.
-        joined = torch.cat([part for _, parts in tensors for part in parts] or [_EMPTY]).cpu()
-        lengths = [sum(part.numel() for part in parts) for _, parts in tensors]
-        for (row, _), part in zip(tensors, torch.split(joined, lengths), strict=True):
-            pieces[row] = _piece_of(sizes[row], [byte_view(part)])
+        joined = torch.cat([block for _, sampled in tensors for block in sampled] or [_EMPTY]).cpu()
+        lengths = [sum(block.numel() for block in sampled) for _, sampled in tensors]
+        for (row, _), block in zip(tensors, torch.split(joined, lengths), strict=True):
+            pieces[row] = _piece_of(sizes[row], [byte_view(block)])
     for name, checksum in values_of(state).items():
         names.append(name)
         sizes.append(_NO_TENSOR)
@@ -182,7 +184,7 @@ def _packed(checksum: int) -> bytes:
     return checksum.to_bytes(4, "little")
 
 
-def _piece_of(size_bytes: int, blocks: Iterable[memoryview]) -> bytes:
+def _piece_of(size_bytes: int, blocks: Iterable[memoryview | bytes]) -> bytes:
     if size_bytes <= _RAW_BYTES:
         return b"".join(blocks)
     checksum = 0
@@ -198,13 +200,6 @@ def values_of(state: Mapping[str, Any]) -> dict[str, int]:
         for name, value in state.items()
         if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_write_items__")
     }
-
-
-def _checksum_at(address: int, size_bytes: int) -> int:
-    checksum = 0
-    for start, stop in blocks_of(size_bytes):
-        checksum = crc32c_of(string_at(address + start, stop - start), checksum)
-    return checksum
 
 
 def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -254,7 +249,7 @@ def _spelt(value: object) -> Iterator[str]:
             yield repr(item)
         elif isinstance(item, Mapping):
             pairs = sorted(item.items(), key=lambda pair: repr(pair[0]))
-            stack += [part for pair in pairs for part in pair]
+            stack += [key_or_value for pair in pairs for key_or_value in pair]
         elif isinstance(item, list | tuple):
             # A huge list is not copied.
             stack += item[:_MAX_LEAVES]
@@ -264,8 +259,8 @@ def _spelt(value: object) -> Iterator[str]:
             yield repr((item.dtype, item.shape))
             yield item.ravel()[:BLOCK_BYTES].tobytes().hex()
         elif type(item) in PLAIN and fault_of(item) is None:  # type: ignore[arg-type]  # a tensor
-            part: Any = item
-            yield _piece_of(part.nbytes, map(byte_view, _pieces_of(part.cpu()))).hex()
+            tensor: Any = item
+            yield _piece_of(tensor.nbytes, map(byte_view, _pieces_of(tensor.cpu()))).hex()
 
 
 def find_differences(
@@ -322,10 +317,12 @@ def settle_differences(
     if refused and not is_preemption:
         first = refused[0]
         more = f" (and {len(refused) - 1} more names)" if len(refused) > 1 else ""
+        values = {f"checksum {value:08x}": ranks for value, ranks in first.ranks_of.items()}
+        listing = "; ".join(f"{text}: ranks {spell_ranks(of)}" for text, of in values.items())
         raise RankMismatchError(
             f"Ranks hold different tensors of {first.size_bytes} bytes by the name {first.name}"
-            f"{more}: {'; '.join(_groups(first))}. {effect}",
-            values=dict(zip(_labels(first), first.ranks_of.values(), strict=True)),
+            f"{more}: {listing}. {effect}",
+            values=values,
             phase="plan",
             next_step="Give each rank's value a name of its own, wrap it in PerRank to keep all, "
             "or pass replicas='first' to keep that of the lowest rank.",
@@ -348,12 +345,3 @@ def settle_differences(
             ", ".join(map(str, fresh)),
             stored,
         )
-
-
-def _labels(difference: Difference) -> list[str]:
-    return [f"checksum {checksum:08x}" for checksum in difference.ranks_of]
-
-
-def _groups(difference: Difference) -> list[str]:
-    groups = zip(_labels(difference), difference.ranks_of.values(), strict=True)
-    return [f"{label}: ranks {spell_ranks(ranks)}" for label, ranks in groups]

@@ -35,7 +35,10 @@ to hash and compare them.
 """
 
 _MAX_UNLINKED = 3
-"""After so many saves in a row that reused nothing, values are no longer hashed."""
+_RETRY_AT = 30
+"""After so many saves of a process in a row that reused nothing, values are no longer hashed; and
+after so many of them are hashed again, if there is no `full_every`.
+"""
 
 Noted = Callable[[SavePlan], Iterable[Item]]
 """Yields the items of a plan, and notes their unsafe values."""
@@ -68,10 +71,11 @@ class Reuse:
     def __init__(
         self, base: Base | None, stable: Sequence[str], full_every: int | None, *, noted: Noted
     ) -> None:
-        count = 0 if base is None else base.manifest.unlinked_count
+        # Another process may have other options, or train other values.
+        count = base.manifest.unlinked_count if base is not None and base.is_of_this_process else 0
         # Without names, the third save is the first that can reuse a file.
-        starts_anew = full_every is not None and count >= max(full_every, _MAX_UNLINKED)
-        self._base = None if starts_anew else base
+        starts_anew = count >= max(full_every or _RETRY_AT, _MAX_UNLINKED)
+        self.base = None if starts_anew else base
         self._count = 0 if starts_anew else count
         self._stable = stable
         self._full_every = full_every
@@ -97,7 +101,7 @@ class Reuse:
         self, group: str, plan: SavePlan, least_bytes: float, deadline: Deadline
     ) -> Iterator[FilePlan]:
         sizes = {_key_of(item): tensor_bytes(item) for item in plan.items}
-        moving = set() if self._base is None else self._base.moving & sizes.keys()
+        moving = set() if self.base is None else self.base.moving & sizes.keys()
         staying, stored = frozenset[Key](), None
         # An item that is in a plan twice has no key of its own.
         if len(sizes) == len(plan.items):
@@ -145,7 +149,7 @@ class Reuse:
         """Return whether a value that is not moving may go to a stable file."""
         if self._stable:
             return group_of(key[0], self._stable) != ""
-        stored = None if self._base is None else self._base.items.get(key)
+        stored = None if self.base is None else self.base.items.get(key)
         return stored is not None and stored.file.hash_of(stored.at) != NO_HASH
 
     def _compare(
@@ -153,7 +157,7 @@ class Reuse:
     ) -> tuple[set[Key], set[Key]]:
         """Return the items that equal the base's, and those of stable files that changed."""
         equal, changed = set[Key](), set[Key]()
-        base = self._base
+        base = self.base
         if base is None:
             return equal, changed
         items = [item for item in plan.items if _key_of(item) in wanted]
@@ -169,16 +173,15 @@ class Reuse:
 
     def _find_file(self, equal: AbstractSet[Key]) -> tuple[ShardFile | None, frozenset[Key]]:
         """Return the largest file of the base of which every item is equal, and its items."""
-        largest, reused = None, frozenset[Key]()
-        for file in () if self._base is None else self._base.manifest.files:
-            if largest is not None and file.size_bytes <= largest.size_bytes:
-                continue
-            assert self._base is not None  # noqa: S101  # it has the file
-            keys = self._base.keys_of(file)
+        if self.base is None or not equal:
+            return None, frozenset()
+        files = sorted(self.base.manifest.files, key=lambda file: file.size_bytes, reverse=True)
+        for file in files:
+            keys = self.base.keys_of(file)
             unique = frozenset(keys)
             if file.hashes and len(unique) == len(keys) and unique <= equal:
-                largest, reused = file, unique
-        return largest, reused
+                return file, unique
+        return None, frozenset()
 
 
 def plain_files(plans: Mapping[str, SavePlan]) -> list[FilePlan]:

@@ -87,10 +87,10 @@ def save(  # the public surface, all keyword-only
         state: state dict as for `dcp.save`: nested dicts of tensors, DTensors, ShardedTensors,
             `Stateful` objects and plain values. Not changed.
         url: URL or local path; the same on every rank.
-        process_group: the ranks that save; default: the default group; without one, this process.
+        process_group: the ranks that save; default: the default group, or this process alone.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
             (`plan`: four minutes).
-        overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        overwrite: replace a committed checkpoint; at any instant a reader finds the old or the new.
         step: the training step. Ranks with different steps never commit together: the
             save of the lower step fails, so that a rank which skipped a save loses that save only.
             Default with `overwrite`: a plain integer `step`, `global_step` or `iteration` at the

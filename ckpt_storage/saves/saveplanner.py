@@ -52,7 +52,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         return plans, replace(metadata, planner_data=data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:  # noqa: ANN401  # as torch's
-        """Return the value of an item: of a tensor in several boxes, the elements of one."""
+        """Return the value of an item: of a tensor in several boxes, the elements of that box."""
         boxes = self._boxes.get(index.fqn)
         if boxes is None:
             return super().lookup_object(index)
@@ -61,7 +61,7 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 def _pieces_of(item: WriteItem, boxes_of_fqn: Mapping[str, list[LocalBox]]) -> list[WriteItem]:
-    """Return an item for each box of its tensor; the item itself where the tensor is one."""
+    """Return an item for each box of its tensor; the item itself where the tensor is one box."""
     boxes, data = boxes_of_fqn.get(item.index.fqn), item.tensor_data
     if boxes is None or data is None:
         return [item]

@@ -45,12 +45,12 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .base import Base, read_base, warn_useless
+from .base import read_base, warn_useless
 from .groups import choose_groups, split_plan
 from .items import Items, planned_bytes
 from .options import SaveOptions
 from .replicas import Difference, settle_differences
-from .reuse import Reuse, plain_files
+from .reuse import Noted, Reuse, plain_files
 from .shardfile import Item, ReusedShard, Shard, ShardFileWriter, WrittenShard
 from .shards import ShardsWriter
 
@@ -259,11 +259,8 @@ class SaveSession:
             def noted(some: SavePlan) -> Iterator[Item]:
                 return self._noted(items(some), unsafe)
 
-            files, base, reuse = plain_files(plans), None, None
-            if self._can_reuse and plans:
-                base = self._read_base(ticket, deadline)
-                reuse = Reuse(base, options.stable_patterns, options.full_every, noted=noted)
-                files = reuse.files(plans, deadline)
+            reuse = self._reuse(ticket, noted, deadline) if self._can_reuse and plans else None
+            files = plain_files(plans) if reuse is None else reuse.files(plans, deadline)
             if files:
                 deadline.monitor.expect(byte_count)
                 with reporting(
@@ -279,7 +276,7 @@ class SaveSession:
                         save_id=save_id,
                         rank=self.rank,
                         transfer=options.transfer(store.capabilities),
-                        base=base,
+                        base=None if reuse is None else reuse.base,
                         items=noted,
                         on_bytes=on_bytes,
                         deadline=deadline,
@@ -297,12 +294,14 @@ class SaveSession:
                 unlinked_count=reuse.unlinked_count(has_linked=has_linked) if reuse else 0,
             )
 
-    def _read_base(self, ticket: SaveTicket, deadline: Deadline) -> Base | None:
-        """Return what this rank wrote of the base, None if there is nothing to reuse."""
-        if not ticket.base_id:
-            return None
-        location = Location.of(ticket.base_url, self.options.storage_options)
-        return read_base(self._open(location).bounded(deadline), ticket.base_id, rank=self.rank)
+    def _reuse(self, ticket: SaveTicket, noted: Noted, deadline: Deadline) -> Reuse:
+        """Read what this rank wrote of the base, if there is a base."""
+        options, base = self.options, None
+        if ticket.base_id:
+            location = Location.of(ticket.base_url, options.storage_options)
+            store = self._open(location).bounded(deadline)
+            base = read_base(store, ticket.base_id, rank=self.rank)
+        return Reuse(base, options.stable_patterns, options.full_every, noted=noted)
 
     def _put_manifest(
         self,

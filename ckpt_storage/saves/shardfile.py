@@ -119,12 +119,6 @@ class ShardFileWriter:
         # A second pass over these bytes costs less than combining checksums of many pieces.
         self._writer.write(memoryview(data))
 
-    def finish(self) -> tuple[int, int]:
-        """Make the file visible and durable; return its length in bytes and its CRC-32C."""
-        self._end_frame()
-        self._writer.complete()
-        return self.position, self._writer.crc32c
-
     def append(self, item: Item) -> None:
         """Append one item."""
         self.frame(_ZEROS[-self.position % PAYLOAD_ALIGN_BYTES])
@@ -154,8 +148,10 @@ class ShardFileWriter:
         self._rows.append((item.fqn, item.dtype, box, place))
 
     def complete(self, path: str) -> WrittenShard:
-        """Finish the file, which has an item at least; return what it holds."""
-        size_bytes, crc32c = self.finish()
+        """Make the file, which has an item at least, visible and durable; return what it holds."""
+        self._end_frame()
+        self._writer.complete()
+        size_bytes, crc32c = self.position, self._writer.crc32c
         return WrittenShard(
             file=self, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=self._rows
         )

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.workers import side_by_side
 
 _MARKED = (STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
@@ -92,7 +92,7 @@ def changed(url: str, path: str, what: str) -> CheckpointGoneError:
 
 @contextmanager
 def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
-    """Replace an error about damaged files by the error of `check`, if that raises one.
+    """Replace an error about damaged files by the error of `check`, if that raises an error.
 
     The files may be sound, and of another save than the metadata.
     """
@@ -108,4 +108,4 @@ def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
 
 def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
     """Return the entries of a folder; none if there is no such folder."""
-    return slotlog.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()
+    return objects.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()

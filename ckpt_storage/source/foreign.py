@@ -21,17 +21,18 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, Flaw, find_flaw, find_grid
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import DTYPES, INDEX_NAME, STOCK_METADATA, checked_path
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, checked_path
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockItem, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, is_about
+from ckpt_storage.transfer.objects import read_twice
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.rereading import read_twice
 
 from .file_versions import FileVersions
 from .model import Key, Source
@@ -236,7 +237,7 @@ def open_stock(
 def open_safetensors(
     store: Store, versions: FileVersions, options: TransferOptions
 ) -> ForeignSource:
-    """Return the source of the safetensors files of a listing, and of their index if there is one.
+    """Return the source of the safetensors files of a listing, and of their index if it exists.
 
     With an index, only the tensors that it lists count, and each must be in its file. Raises
     `FormatError`, `IntegrityError`.

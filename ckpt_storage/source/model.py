@@ -22,6 +22,7 @@ from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer import objects
 from ckpt_storage.transfer.chunks import ChunkPlace, is_about
 from ckpt_storage.transfer.workers import some_at_once
 
@@ -304,10 +305,10 @@ def read_document(
     """Return a document of `save_id`, checked by the length and checksum of its reference.
 
     Raises `IntegrityError` if it is missing, or `CheckpointGoneError` if `save_id` was superseded
-    and freed. `max_bytes` and other errors are those of `slotlog.read_referenced`.
+    and freed. `max_bytes` and other errors are those of `objects.read_referenced`.
     """
     try:
-        return slotlog.read_referenced(store, reference, max_bytes=max_bytes)
+        return objects.read_referenced(store, reference, max_bytes=max_bytes)
     except IntegrityError as error:
         raise (gone(store, save_id, reference.path) or error) from error.__cause__
 

@@ -16,7 +16,7 @@ from ckpt_storage.format.commit_record import HeadRef, split_footer
 from ckpt_storage.format.names import COMMITS, SAVES, STOCK_METADATA
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 from .file_versions import FileVersions, listed
 from .foreign import ForeignSource, StockSource, open_safetensors, open_stock
@@ -91,7 +91,7 @@ def _open_foreign(
     versions = FileVersions.of_listing(entries, is_deep=is_deep)
 
     def read_stock() -> HeadRef | StockSource | None:
-        content = slotlog.read_stock(store)
+        content = publishing.read_stock(store)
         if content is None:
             return None
         # Without a footer it may lie beside the slots of a checkpoint of ours that was deleted.
@@ -110,7 +110,7 @@ def _open_foreign(
             "can load it as it is, without checksums.",
         )
     if stock is not None:
-        publishing.check_slots(store, commit_log, slotlog.read_stock_tail(store))
+        publishing.check_slots(store, commit_log, publishing.read_stock_tail(store))
     if any(name.endswith(".safetensors") for name in versions.of) and commit_log.last is None:
         return open_safetensors(store, versions, options)
     raise _no_checkpoint(store, commit_log, [entry.path for entry in entries])

@@ -33,7 +33,7 @@ def new_names(
     what: str = "value of the checkpoint",
     refused: Collection[str] = (),
 ) -> dict[str, str]:
-    """Return the new name of each of `fqns`, in their order; `what` describes one in errors.
+    """Return the new name of each of `fqns`, in their order; `what` describes a value in errors.
 
     `default` makes the names that a mapping does not list. Raises `InvalidInputError` for an entry
     of the mapping that is not in `fqns`, for two equal new names, and for invalid ones: those in

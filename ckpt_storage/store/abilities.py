@@ -10,8 +10,6 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-__all__ = ["Abilities", "find_record", "forget", "forget_all", "remember"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
@@ -31,25 +29,8 @@ class Abilities:
     copies_parts: bool | None = None
 
 
-# By process, too: a child of fork probes again, with clients of its own.
-_RECORDS: dict[tuple[int, Hashable], Abilities] = {}
+RECORDS: dict[Hashable, Abilities] = {}
+"""The records, by scope. A record that a response contradicts is dropped, and probed again."""
 
-
-def find_record(scope: Hashable) -> Abilities | None:
-    """Return the record of a storage, if it was probed."""
-    return _RECORDS.get((os.getpid(), scope))
-
-
-def remember(scope: Hashable, record: Abilities) -> None:
-    """Store the record of a storage."""
-    _RECORDS[os.getpid(), scope] = record
-
-
-def forget_all() -> None:
-    """Drop all records, as in a new process."""
-    _RECORDS.clear()
-
-
-def forget(scope: Hashable) -> None:
-    """Drop a record that a response contradicts, so that the storage is probed again."""
-    _RECORDS.pop((os.getpid(), scope), None)
+# A child of fork probes again, with clients of its own.
+os.register_at_fork(after_in_child=RECORDS.clear)

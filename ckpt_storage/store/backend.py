@@ -35,7 +35,7 @@ class Capabilities:
     exclusive_create: the storage decides `put(if_absent=True)` in one step. Without it only one
         job may save to a place at a time.
     if_match: the storage decides `put(if_match=...)` in one step.
-    atomic_replace: while an object is replaced, readers see the old or the new one.
+    atomic_replace: while an object is replaced, readers see the old or the new object.
     parallel_parts: parts may be put in any order, from several threads.
     min_part_bytes: least size of a part, except the last.
     max_part_bytes, max_part_count, max_put_bytes: limits; None where there is none.
@@ -222,7 +222,7 @@ class Backend(abc.ABC):
     def tail(self, path: str, byte_count: int) -> Content:
         """Return the last bytes of an object, or all of a shorter one, and its version.
 
-        Raise `ShortReadError` if the object was replaced by a shorter one meanwhile.
+        Raise `ShortReadError` if the object was replaced by a shorter object meanwhile.
         """
         info = self.stat(path)
         data = bytearray(min(byte_count, info.size_bytes))
@@ -234,7 +234,7 @@ class Backend(abc.ABC):
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Fill the memory of each range; return the object's size, if the storage reports it.
 
-        Take the next range only once the one before it is filled: it is checked then. Raise
+        Take the next range only once this range is filled: it is checked then. Raise
         `ShortReadError`, or an HTTP status of 416, if object or response end within a range.
         """
 
@@ -248,7 +248,7 @@ class Backend(abc.ABC):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Put a whole object: visible only complete, durable on return, replaces an existing one.
+        """Put or replace a whole object: visible only complete, durable on return.
 
         if_absent: raise `FileExistsError` if an object exists; decided by the storage in one step.
         if_match: raise `StorageError(kind="precondition")` unless it has that version. An HTTP
@@ -339,7 +339,7 @@ class Backend(abc.ABC):
         raise UnsupportedByStoreError(f"{path} of {version} is not deleted.", kind="unsupported")
 
     def flush_parts(self, path: str, token: str) -> None:
-        """Make the parts that this process has put durable, before another one completes.
+        """Make the parts that this process has put durable, before another process completes.
 
         A failure is final: neither this nor the completion may succeed after it.
         """
@@ -366,7 +366,7 @@ class Backend(abc.ABC):
         raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
-        """Put an object equal to another one of this storage; return its CRC-32C if reported.
+        """Put a copy of another object of this storage; return its CRC-32C if reported.
 
         No byte passes through this process; a file system links the file. Visible only complete,
         durable on return, replaces an existing object, may be retried. Raise
@@ -388,5 +388,5 @@ class Backend(abc.ABC):
         return modified_s
 
     def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002
-        """Return the error for an exception of this storage's client; None: the default one."""
+        """Return the error for an exception of this storage's client; None: the default error."""
         return None

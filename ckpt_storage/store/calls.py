@@ -227,7 +227,7 @@ class Calls:
         )
 
     def pause(self, attempt: int) -> bool:
-        """Sleep after a failed attempt, with full jitter; return whether another one may begin."""
+        """Sleep after a failed attempt, with full jitter; return whether the next may begin."""
         ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
         delay_s = self._random() * min(self.policy.max_delay_s, ceiling_s)
         report_progress()
@@ -289,6 +289,6 @@ def nothing_was_done(error: StorageError) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
-        # __context__ may be an earlier attempt's error, which proves nothing of this one.
+        # __context__ may be an earlier attempt's error, which proves nothing of this attempt.
         cause = cause.__cause__
     return cause is not None or error.kind in {"not-begun", "refused", "throttled"}

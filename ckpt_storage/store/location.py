@@ -146,8 +146,8 @@ class Location:
     def child(self, name: str) -> Location:
         """Return the location of a folder that a listing of this one showed.
 
-        Raises `UnsafeContentError` for a name that leads elsewhere, and `InvalidInputError` for one
-        that clients cut, as "a?b".
+        Raises `UnsafeContentError` for a name that leads elsewhere, and `InvalidInputError` for a
+        name that clients cut, as "a?b".
         """
         if flaw := path_flaw(name):
             step = "Rename or delete that folder with a tool of the storage."
@@ -223,9 +223,9 @@ def address_of(location: Location) -> str:
     connection = dict(part.partition("=")[::2] for part in text.split(";"))
     inner = options.get("client_kwargs") or {}
     names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
-    found = [source.get(name) for source in (options, inner, connection) for name in names]
-    found += [os.environ.get(name) for name in variables]
-    value = next((value for value in found if isinstance(value, str) and value), "")
+    values = [source.get(name) for source in (options, inner, connection) for name in names]
+    values += [os.environ.get(name) for name in variables]
+    value = next((value for value in values if isinstance(value, str) and value), "")
     return value if not value or "://" in value else f"//{value}"
 
 
@@ -355,9 +355,9 @@ def _check_scheme(protocol: str, scheme: str, refused: AbstractSet[str], shown: 
         return
     if protocol in refused:
         step = (
-            "Give the URL of the storage itself, one that takes writes; for an object store write "
+            "Give the URL of a storage that takes writes, without a wrapper; for an object store "
         )
-        step += "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
+        step += "write s3://BUCKET/PREFIX and pass storage_options={'endpoint_url': ...}."
         raise _bad(f"{scheme}:// can only be read, or wraps another file system.", step)
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # costs time
 
@@ -370,11 +370,12 @@ def _check_scheme(protocol: str, scheme: str, refused: AbstractSet[str], shown: 
         step = f"{hint}Install the fsspec backend that provides {scheme}://, or register_backend()."
         # A child of multiprocessing and our own worker bear a name; a script's process does not.
         if multiprocessing.current_process().name != "MainProcess":
-            step = (
-                "This is a worker process. If register_backend() was called in another one, call "
+            step = "This is a worker process. If register_backend() was called in another process, "
+            step += "call it where this process imports it too, not below "
+            step += (
+                "`if __name__ == '__main__'`, or name the backend in a package's metadata, in the "
             )
-            step += "it where this one imports it too, not below `if __name__ == '__main__'`, or "
-            step += f"name the backend in a package's metadata, in the group {ENTRY_POINTS}."
+            step += f"group {ENTRY_POINTS}."
         raise _bad(f"No storage is known by the scheme of {shown!r}.", step)
     if protocol not in registry:
         module = known_implementations[protocol]["class"].partition(":")[0].partition(".")[0]

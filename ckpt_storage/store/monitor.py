@@ -69,7 +69,7 @@ class StallDetector(OperationMonitor):
         self._failure: PhaseTimeoutError | None = None
 
     def failure(self) -> CheckpointError | None:
-        """Return the error of work without progress, the same one from then on."""
+        """Return the error of work without progress, the same error from then on."""
         with self._lock:
             if self._failure is None and self._clock() - self._progress_s >= self._timeout_s:
                 self._failure = phase_timeout(self._phase, self._timeout_s, self._what)

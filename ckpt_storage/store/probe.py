@@ -16,7 +16,7 @@ from dataclasses import replace
 from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.names import probe_path
 
-from .abilities import Abilities, find_record, forget, remember
+from .abilities import RECORDS, Abilities
 from .backend import Content, PartCopy
 from .store import Store
 
@@ -31,13 +31,13 @@ COPY_REFUSALS = frozenset({"permission", "unsupported"})
 def find_abilities(store: Store) -> Abilities:
     """Return the storage's record; probe absence, creation and ranges if that was not done."""
     scope = store.find_scope()
-    record = find_record(scope) or Abilities()
+    record = RECORDS.get(scope, Abilities())
     if record.create_problem is None:
         path = probe_path()
         hides_absence = not try_absence(store, path)
         problem = try_creation(store, path)
         record = replace(record, create_problem=problem, hides_absence=hides_absence)
-        remember(scope, record)
+        RECORDS[scope] = record
     return record
 
 
@@ -47,7 +47,7 @@ def find_all_abilities(store: Store) -> Abilities:
     if record.replace_problem is None:
         replace_problem, delete_problem = try_versions(store, probe_path())
         record = replace(record, replace_problem=replace_problem, delete_problem=delete_problem)
-        remember(store.find_scope(), record)
+        RECORDS[store.find_scope()] = record
     return record
 
 
@@ -59,7 +59,7 @@ def create_new(store: Store, path: str, data: bytes) -> None:
     try:
         store.create(path, data)
     except UnsupportedByStoreError:
-        forget(store.find_scope())
+        RECORDS.pop(store.find_scope(), None)
         raise
 
 
@@ -83,7 +83,7 @@ def compare_and_swap(store: Store, path: str, data: bytes, seen: Content | None)
         else:
             store.replace(path, data, if_match=seen.version)
     except UnsupportedByStoreError:
-        forget(store.find_scope())
+        RECORDS.pop(store.find_scope(), None)
         raise
 
 
@@ -92,10 +92,10 @@ def copies_parts(store: Store, path: str, copy: PartCopy) -> bool:
     if not store.capabilities.is_remote:
         return True
     scope = store.find_scope()
-    record = find_record(scope) or Abilities()
+    record = RECORDS.get(scope, Abilities())
     if record.copies_parts is None:
         record = replace(record, copies_parts=try_copy(store, path, copy))
-        remember(scope, record)
+        RECORDS[scope] = record
     return record.copies_parts is True
 
 

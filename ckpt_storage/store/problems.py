@@ -23,7 +23,7 @@ _MESSAGE_LIMIT_CHARS = 600
 
 
 class HttpFailure(Exception):  # noqa: N818  # it never leaves this layer
-    """An answer that says no, to a request that a backend made itself."""
+    """A response with an error status to a request of a backend itself, not of a client."""
 
     def __init__(self, *, status: int | None, code: str = "", message: str = "") -> None:
         self.status = status
@@ -32,18 +32,18 @@ class HttpFailure(Exception):  # noqa: N818  # it never leaves this layer
         super().__init__(message or code or f"HTTP status {status}")
 
 
-class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
-    """A success that this storage does not give: a console or a proxy answers in its place."""
+class ForeignResponse(Exception):  # noqa: N818  # it never leaves this layer
+    """A successful response that is not the storage's, but that of a console or a proxy."""
 
     def __init__(self, missing: str) -> None:
-        super().__init__(f"the answer has no {missing}, so it is not the storage's")
+        super().__init__(f"the response has no {missing}, so it is not the storage's")
 
 
-class UnreadableAnswer(Exception):  # noqa: N818  # it never leaves this layer
-    """Bytes that came in place of an HTTP answer, or that make it ambiguous."""
+class UnreadableResponse(Exception):  # noqa: N818  # it never leaves this layer
+    """Bytes that are no HTTP response, or an ambiguous response."""
 
     def __init__(self, flaw: str) -> None:
-        super().__init__(f"what came is no answer of HTTP ({flaw})")
+        super().__init__(f"the bytes received are no HTTP response ({flaw})")
 
 
 class _Meaning(NamedTuple):
@@ -56,8 +56,8 @@ class _Meaning(NamedTuple):
 
 # Kind, whether to try again, next step; and the signs: codes of S3, Azure and Google, statuses of
 # HTTP, symbols of `errno`, and "package.Type", the package being the first part of the module
-# that defines it. What there is no bucket for is not "not-found", which would read as "no
-# checkpoint here yet". A soft-mounted network file system says EIO of a passing outage.
+# that defines it. An absent bucket is not "not-found", which would mean "no checkpoint here yet".
+# A soft-mounted network file system reports EIO for a passing outage.
 _TABLE = """\
 connection: Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CERT_FILE).
     aiohttp.ClientConnectorCertificateError asyncssh.HostKeyNotVerifiable
@@ -126,18 +126,18 @@ connection again: Check the address (endpoint_url), the network and that the ser
     builtins.EOFError concurrent.CancelledError google.TransportError
     http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
     requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
-unsupported: This storage cannot do that; use another one, or its native API.
+unsupported: This storage cannot do that; use another storage, or its native API.
     MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP
     asyncssh.SFTPOpUnsupported builtins.NotImplementedError
-unsupported: The folder spans two file systems; choose one that lies on one.
+unsupported: The folder spans two file systems; choose a folder on one file system.
     EXDEV
 other: Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.
     AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect
     TemporaryRedirect 301
 bad-response: Check endpoint_url: is it the storage's API, and not its console or a proxy?
-    azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError
+    azure.DeserializationError ckpt_storage.ForeignResponse json.JSONDecodeError
 bad-response again: Check endpoint_url: does the storage's API listen there, behind no proxy?
-    botocore.ResponseParserError ckpt_storage.UnreadableAnswer http.BadStatusLine
+    botocore.ResponseParserError ckpt_storage.UnreadableResponse http.BadStatusLine
 other: Part of the path is a file; give a path whose parents are folders.
     EISDIR ENOTDIR
 other again: Check the file system and its mount, the kernel log, and the limits (ulimit -n).
@@ -202,17 +202,17 @@ def explain(
         error.path = scrub(error.path or path)
         return error
     chain = list(_chain(error))
-    answers = (answer_in(link) for link in chain)
-    answer = next((answer for answer in answers if answer is not None), None)
-    if isinstance(answer, UnreadableAnswer):
-        error, chain, answer = answer, [answer], None
-    known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
-    text = _described(error, answer, scrub, is_known=known is not None)
+    responses = (response_in(link) for link in chain)
+    response = next((response for response in responses if response is not None), None)
+    if isinstance(response, UnreadableResponse):
+        error, chain, response = response, [response], None
+    known = (_meaning_of_response(response) if response else None) or _meaning_of_types(chain)
+    text = _described(error, response, scrub, is_known=known is not None)
     meaning = known or _UNKNOWN
     shows_endpoint = meaning.kind in _SHOWING_ENDPOINT
     where = f" at {endpoint}" if endpoint and shows_endpoint else ""
-    if meaning.kind == "timeout" and answer is None and timeout_s is not None:
-        text = f"no answer within {timeout_s:g} s ({text})"
+    if meaning.kind == "timeout" and response is None and timeout_s is not None:
+        text = f"no response within {timeout_s:g} s ({text})"
     raised = UnsupportedByStoreError if meaning.kind == "unsupported" else StorageError
     kind, step, again = meaning
     what = scrub(f"The {name} of {path} failed{where}: {text}.")
@@ -224,18 +224,18 @@ def explain(
 
 
 def meaning_of(error: BaseException) -> StorageError:
-    """Return what an exception will become, for a backend that decides by it."""
+    """Return the error that an exception becomes, for a backend that decides by it."""
     return explain(error, "request", "")
 
 
 def is_absence(error: BaseException) -> bool:
-    """Return whether an exception says that something is not there, or lies below a file."""
+    """Return whether an exception means that an object is absent, or lies below a file."""
     return getattr(error, "errno", None) == errno.ENOTDIR or meaning_of(error).kind == "not-found"
 
 
 @contextlib.contextmanager
 def unless_absent() -> Iterator[None]:
-    """Ignore an error that says that something is not there, or lies below a file."""
+    """Ignore an error that means that an object is absent, or lies below a file."""
     try:
         yield
     except Exception as error:
@@ -254,7 +254,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or hidden
 
 
-def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
+def response_in(error: BaseException) -> HttpFailure | UnreadableResponse | None:
     """Return the error that a server reported, if this exception carries a response."""
     if isinstance(error, HttpFailure):
         return error
@@ -262,8 +262,8 @@ def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
     causes = set() if flaw is None else {_type_name(kind) for kind in type(flaw).mro()}
     is_made_up = _type_name(type(error)) == "aiohttp.ClientResponseError"
     if is_made_up and "aiohttp.HttpProcessingError" in causes:
-        # Of an answer that it cannot parse, aiohttp makes up a status of 400.
-        return UnreadableAnswer(" ".join(str(getattr(flaw, "message", flaw)).split()))
+        # Of a response that it cannot parse, aiohttp makes up a status of 400.
+        return UnreadableResponse(" ".join(str(getattr(flaw, "message", flaw)).split()))
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         details = response.get("Error", {})
@@ -271,14 +271,14 @@ def answer_in(error: BaseException) -> HttpFailure | UnreadableAnswer | None:
         # Either may be None.
         code, message = str(details.get("Code") or ""), str(details.get("Message") or "")
         return HttpFailure(status=status, code=code, message=message)
-    # Elsewhere `code` is a number of the library's own, or of an error that is no answer.
+    # Elsewhere `code` is a number of the library's own, or of an error that is no response.
     is_gcsfs = type(error).__module__.partition(".")[0] == "gcsfs"
     for holder in (error, response):
         for name in ("status", "status_code", *(["code"] if is_gcsfs else [])):
             status = _number(getattr(holder, name, None))
             if status is not None and status in _FAILURE_STATUSES:
-                found = getattr(error, "error_code", None)
-                code = str(getattr(found, "value", found) or "")
+                reported = getattr(error, "error_code", None)
+                code = str(getattr(reported, "value", reported) or "")
                 message = str(getattr(error, "message", None) or error)
                 return HttpFailure(status=status, code=code, message=message)
     return None
@@ -288,12 +288,12 @@ def _number(value: object) -> int | None:
     return int(str(value)) if str(value).isdigit() else None
 
 
-def _meaning_of_answer(answer: HttpFailure) -> _Meaning | None:
-    """Return what an answer means, by its code or else by its status."""
-    # A code of digits is how botocore reports an answer without a body, such as to a HEAD.
-    status = answer.status if answer.status is not None else _number(answer.error_code)
-    if answer.error_code in _BY_SIGN or status is None:
-        return _BY_SIGN.get(answer.error_code)
+def _meaning_of_response(response: HttpFailure) -> _Meaning | None:
+    """Return what a response means, by its code or else by its status."""
+    # A code of digits is how botocore reports a response without a body, such as to a HEAD.
+    status = response.status if response.status is not None else _number(response.error_code)
+    if response.error_code in _BY_SIGN or status is None:
+        return _BY_SIGN.get(response.error_code)
     if status >= _FIRST_SERVER_STATUS:
         fallback = _SERVER
     else:
@@ -311,9 +311,9 @@ def _meaning_of_types(chain: list[BaseException]) -> _Meaning | None:
         symbol = errno.errorcode.get(number or 0, "")
         # Clients that have types of their own may have numbers of their own.
         signs = [symbol, *names] if _is_of_system(error) else [*names, symbol]
-        found = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
-        if found is not None or number is not None:
-            return found or _UNKNOWN_NUMBER
+        meaning = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
+        if meaning is not None or number is not None:
+            return meaning or _UNKNOWN_NUMBER
     return _NO_REASON if any(type(error) is OSError for error in chain) else None
 
 
@@ -327,16 +327,16 @@ def _is_of_system(error: BaseException) -> bool:
 
 def _described(
     error: BaseException,
-    answer: HttpFailure | None,
+    response: HttpFailure | None,
     scrub: Callable[[str], str],
     *,
     is_known: bool,
 ) -> str:
     """Return type, code, status and text of an exception, on one line."""
-    if answer is not None:
-        status = "" if answer.status is None else f"status {answer.status}"
-        head = ", ".join(part for part in (answer.error_code, status) if part)
-        text = answer.message
+    if response is not None:
+        status = "" if response.status is None else f"status {response.status}"
+        head = ", ".join(part for part in (response.error_code, status) if part)
+        text = response.message
     elif isinstance(error, OSError) and _is_of_system(error):
         symbol = errno.errorcode.get(error.errno or 0, str(error.errno))
         head, text = f"{error.strerror or type(error).__name__} ({symbol})", ""
@@ -355,31 +355,31 @@ def _described(
 
 def damaged(path: str, text: str, offset: int) -> IntegrityError:
     """Return the error that an object is not what was written."""
-    step = "The file is damaged or not the one that was saved."
+    step = "The file is damaged or not the file that was saved."
     return IntegrityError(text, path=path, offset=offset, next_step=step)
 
 
-def too_long(path: str, shown: str, found_bytes: int, most_bytes: int) -> IntegrityError:
+def too_long(path: str, shown: str, actual_bytes: int, most_bytes: int) -> IntegrityError:
     """Return the error that an object is longer than may be read of it."""
-    what = f"has {found_bytes} bytes or more, and {most_bytes} at most were to be expected"
+    what = f"has {actual_bytes} bytes or more, and {most_bytes} at most were to be expected"
     return damaged(path, f"{shown} {what}; it was not read.", 0)
 
 
-def check_source(copy: PartCopy, found_bytes: int) -> None:
-    """Raise `IntegrityError` unless a source of `found_bytes` is the one that a copy is made of."""
+def check_source(copy: PartCopy, actual_bytes: int) -> None:
+    """Raise `IntegrityError` unless the source of a copy has the length that the copy expects."""
     end, wanted = copy.start + copy.length, copy.source_bytes
-    if end > found_bytes or wanted not in {None, found_bytes}:
+    if end > actual_bytes or wanted not in {None, actual_bytes}:
         of = "" if wanted is None else f" of {wanted}"
         span = f"[{copy.start}, {end}){of}"
-        text = f"{copy.source.path} has {found_bytes} bytes; {span} was to be copied."
-        raise damaged(copy.source.path, text, min(found_bytes, end))
+        text = f"{copy.source.path} has {actual_bytes} bytes; {span} was to be copied."
+        raise damaged(copy.source.path, text, min(actual_bytes, end))
 
 
-def check_copied(source: CopySource, found_bytes: int, wanted_bytes: int) -> None:
+def check_copied(source: CopySource, actual_bytes: int, wanted_bytes: int) -> None:
     """Raise `IntegrityError` unless a whole object that was copied has the length of its source."""
-    if found_bytes != wanted_bytes:
-        text = f"{source.path} has {found_bytes} bytes; {wanted_bytes} were written."
-        raise damaged(source.path, text, min(found_bytes, wanted_bytes))
+    if actual_bytes != wanted_bytes:
+        text = f"{source.path} has {actual_bytes} bytes; {wanted_bytes} were written."
+        raise damaged(source.path, text, min(actual_bytes, wanted_bytes))
 
 
 def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:

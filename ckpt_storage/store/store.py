@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
 
-from .abilities import find_record
+from .abilities import RECORDS
 from .backend import (
     Backend,
     Capabilities,
@@ -118,7 +118,7 @@ class Store:
         return view
 
     def pause(self, attempt: int) -> bool:
-        """Sleep after a failed attempt, with full jitter; return whether another one may begin."""
+        """Sleep after a failed attempt, with full jitter; return whether the next may begin."""
         return self.calls.pause(attempt)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Store:
             try:
                 return backend.tail(path, byte_count)
             except ShortReadError:
-                # It was replaced by a shorter one.
+                # It was replaced by a shorter object.
                 return backend.tail(path, byte_count)
 
         return self._run_read("read", path, tail)
@@ -158,7 +158,7 @@ class Store:
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; each attempt iterates over the ranges from the start.
 
-        The next range is taken once the one before it is filled. `size_bytes` is the length that
+        The next range is taken once this range is filled. `size_bytes` is the length that
         the object must have. Raises `IntegrityError` for another length, or if the object ends
         within a range.
         """
@@ -176,7 +176,7 @@ class Store:
             return self.calls.run(operation, path, call, repeat=repeat)
         except StorageError as error:
             if error.kind == "permission" and self.capabilities.is_remote:
-                record = find_record(self.find_scope())
+                record = RECORDS.get(self.find_scope())
                 if record is not None and record.hides_absence:
                     error.kind = "not-found"
             raise
@@ -260,7 +260,7 @@ class Store:
                 return
             if is_posix and failure.kind not in {"exists", "not-begun"}:
                 # The name is linked first, then its folder is synced. A failed fsync proves
-                # nothing, and must not be retried; an abandoned one may still fail.
+                # nothing, and must not be retried; an abandoned fsync may still fail.
                 unsynced = True
                 in_doubt |= failure.retryable or failure.kind == "timeout"
             else:
@@ -340,34 +340,20 @@ class Store:
         """
         return Upload(self.calls, path, joined=token, write_id=write_id)
 
-    def temporary_files(self, path: str) -> list[OpenUpload]:
-        """Return the temporary files of an object, or of all below a folder of that name.
+    def open_uploads(self, prefix: str) -> list[OpenUpload]:
+        """Return the open uploads below a folder, or of an object, temporary files included.
 
-        An empty list where the storage writes no such files.
-        """
-        if not self.capabilities.has_temporary_files:
-            return []
-        return self.calls.run(
-            "listing of temporary files", path, lambda backend: list(backend.list_uploads(path))
-        )
-
-    def remove_temporary_file(self, file: OpenUpload) -> None:
-        """Remove a temporary file that nobody writes any more; one that is gone is no error."""
-        path = file.path or ""
-        self.calls.run("removal", path, lambda backend: backend.abort_upload(path, file.token))
-
-    def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
-        """Return path and token of each open upload below a folder whose path the storage reports.
-
-        Raises `UnsupportedByStoreError` unless `capabilities.lists_uploads`.
+        [] where the storage cannot list them.
         """
         folder = prefix.strip("/")
+        return self.calls.run(
+            "listing of uploads", folder, lambda backend: list(backend.list_uploads(folder))
+        )
 
-        def collect(backend: Backend) -> set[tuple[str, str]]:
-            uploads = backend.list_uploads(folder)
-            return {(upload.path, upload.token) for upload in uploads if upload.path}
-
-        return self.calls.run("listing of uploads", folder, collect)
+    def abort_upload(self, upload: OpenUpload) -> None:
+        """Abort an upload that nobody writes any more; an absent upload is no error."""
+        path = upload.path or ""
+        self.calls.run("abort", path, lambda backend: backend.abort_upload(path, upload.token))
 
     def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads and remove temporary files below a folder; return how many.
@@ -457,7 +443,7 @@ class Store:
         return entries
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error; not atomic as a whole."""
+        """Delete objects; an absent object is no error; not atomic as a whole."""
         shown = paths[0] if len(paths) == 1 else ""
         what = f"deletion of {len(paths)} objects"
         for start in range(0, len(paths), _DELETED_TOGETHER):

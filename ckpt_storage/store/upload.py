@@ -21,7 +21,7 @@ from ckpt_storage.format.crc import crc32c_of_all
 from .backend import Backend, Part, PartCopy
 from .calls import Calls
 from .problems import unable
-from .threads import AbandonedError, report_progress
+from .threads import AbandonedError
 
 _State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
 """"closed": the receipts were returned, so no part may be written any more."""
@@ -89,9 +89,9 @@ class Upload:
         """Write part `number` (from 0) whose first byte lies at `offset` (bytes) in the object.
 
         The buffers may be used again after the return, unless it raised kind "timeout". A part may
-        be sent again with the same bytes, where the storage can take it twice. `last` marks the one
-        that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed it:
-        a storage that verifies checksums refuses bytes that changed since.
+        be sent again with the same bytes, where the storage can take it twice. `last` marks the
+        part that ends the object. `crc32c` is the checksum of the bytes, if the caller has computed
+        it: a storage that verifies checksums refuses bytes that changed since.
         """
         self._check("open")
         size_bytes = sum(view.nbytes for view in buffers)
@@ -221,34 +221,22 @@ class Upload:
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
-                self._token = self._calls.run("start of the upload", self._path, self._begin)
+                begin = methodcaller(
+                    "begin_upload", self._path, write_id=self.write_id, copies=self._copies
+                )
+                token: str = self._calls.run("start of the upload", self._path, begin)
+                self._token = token
             return self._token
-
-    def _begin(self, backend: Backend) -> str:
-        token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
-        try:
-            report_progress()
-        except AbandonedError:
-            # The caller abandoned the start, so nobody else knows the token.
-            backend.abort_upload(self._path, token)
-            raise
-        return token
 
     def _send(self, part: Part, operation: str, call: Callable[[Backend, str], Part]) -> Part:
         """Send a part and keep its receipt; an abandoned part makes the upload unusable."""
         token = self._ensure_begun()
         what = f"{operation} of {part.size_bytes} bytes at byte {part.offset}"
 
-        def send(backend: Backend) -> Part:
-            try:
-                return call(backend, token)
-            finally:
-                if self._state == "aborted" and self._is_owner:
-                    # AWS, "AbortMultipartUpload": parts in progress may still succeed.
-                    backend.abort_upload(self._path, token)
-
         try:
-            receipt = self._calls.run(what, self._path, send, repeat="unless-abandoned")
+            receipt = self._calls.run(
+                what, self._path, lambda backend: call(backend, token), repeat="unless-abandoned"
+            )
         except BaseException as error:
             # After an abandoned or interrupted call the part may still be in flight.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
@@ -277,7 +265,7 @@ class Upload:
                 raise
             # Storages without write ids: nobody else writes this name.
             is_gone, ours_bytes = failure.kind == "not-found", None
-            # The error of the completion is the one to raise.
+            # The error of the completion is raised, not this one of the lookup.
             with contextlib.suppress(StorageError):
                 info = self._calls.run("stat", self._path, methodcaller("stat", self._path))
                 if info.write_id == self.write_id or (is_gone and info.write_id is None):
@@ -324,7 +312,7 @@ class Upload:
             why = f"the part at byte {at} did not end in time and may still be in flight"
             raise self._error(f"cannot continue: {why}", "Abort it and save again.")
         if states and self._state not in states:
-            raise self._error("was ended before", "Start a new one.")
+            raise self._error("was ended before", "Start a new upload.")
 
     def _error(self, what: str, next_step: str) -> StorageError:
         text = f"The upload of {self._shown} {what}."

@@ -28,7 +28,7 @@ class FaultPosix(Posix):
     """System calls around others that play a `Script`.
 
     Operations have the names of the methods; the path of a call on a descriptor is that of the
-    file, and the path of `rename` and `link` is the new one. "torn" and "short" apply to writes,
+    file, and the path of `rename` and `link` is the new name. "torn" and "short" apply to writes,
     "short" also to `preadv`. A crash closes every descriptor, as the death of a process does.
     """
 

@@ -157,7 +157,7 @@ class ServiceRules:
     def refusal_of_part_checksum(self, declared: str, sent: str) -> Refusal | None:
         """Return the error of a part whose checksum has the algorithm `sent`, or None."""
         # As AWS answers (apache/opendal#4533, arrow-rs-object-store#34): the algorithm of a part's
-        # checksum must be the one that CreateMultipartUpload named.
+        # checksum must be that of CreateMultipartUpload.
         if self.declared_checksums and sent and sent != declared:
             what = (
                 f"Checksum Type mismatch occurred, expected checksum Type: {declared or 'null'}, "
@@ -178,7 +178,7 @@ def _directory_flaw(
     op: str, query: Mapping[str, str], headers: Mapping[str, str]
 ) -> Refusal | None:
     # AWS, "Differences for directory buckets" (ListObjectsV2 behavior; ListMultipartUploads,
-    # parameter `prefix`): prefixes must end in a delimiter, and "/" is the only one.
+    # parameter `prefix`): prefixes must end in a delimiter, and "/" is the only delimiter.
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     if op in {"list", "list_uploads"} and not (
         (not prefix or prefix.endswith("/")) and delimiter in {"", "/"}

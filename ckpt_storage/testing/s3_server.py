@@ -150,7 +150,7 @@ class S3Server(S3Objects):
             self._matches.clear()
 
     def reset_counters(self) -> None:
-        """Forget all requests; the next one has sequence number 1."""
+        """Forget all requests; the next request has sequence number 1."""
         with self._changed:
             self._log = []
 

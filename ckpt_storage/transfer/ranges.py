@@ -15,8 +15,8 @@ from ckpt_storage.store.backend import Range
 from ckpt_storage.store.store import Store
 
 from .budget import READ_BUDGET
+from .objects import read_twice
 from .pacing import Pacer
-from .rereading import read_twice
 from .workers import Workers
 
 _READ_GRACE_S = 330.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from dcp_cases import same
-from hypothesis import given, settings
+from dcp_cases import same, seeded
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ckpt_storage
@@ -114,3 +115,31 @@ def test_any_state_comes_back_equal(state: dict[str, Any]) -> None:
     """Plain values, tensors, tuples, int keys, empty containers and views: equal, or refused."""
     with tempfile.TemporaryDirectory() as folder:
         _check(state, Path(folder))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor, int, int], torch.Tensor]] = {
+    "whole": lambda whole, _first, _last: whole,
+    "rows": lambda whole, first, last: whole[first:last],
+    "columns": lambda whole, first, last: whole[:, first:last],
+    "flat": lambda whole, first, last: whole.view(-1)[first:last],
+    "row": lambda whole, first, _last: whole[first],
+    "transposed": lambda whole, _first, _last: whole.t(),
+    "bits": lambda whole, first, last: whole.view(torch.int32)[first:last],
+}
+views = st.tuples(st.sampled_from(sorted(VIEWS)), st.integers(0, 3), st.integers(0, 4))
+
+
+@settings(max_examples=60, derandomize=True)
+@example([("rows", 0, 1), ("whole", 0, 0)])
+@given(st.lists(views, min_size=1, max_size=4))
+def test_views_of_one_tensor_come_back_equal(names: list[tuple[str, int, int]]) -> None:
+    """A state of views loads into equal views of another tensor, as it does with stock torch."""
+    whole, target = seeded(1, 4, 4), torch.zeros(4, 4)
+    state, targets = (
+        {f"v{at}": VIEWS[name](of, *ends) for at, (name, *ends) in enumerate(names)}
+        for of in (whole, target)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ckpt_storage.save(state, Path(folder, "run"), sync_files=False)
+        ckpt_storage.load(targets, Path(folder, "run"))
+    assert same(targets, state)

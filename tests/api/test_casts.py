@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.casts import Changes, can_cast, find_changes, is_lossless
 
 INF, NAN = float("inf"), float("nan")

@@ -30,7 +30,7 @@ import ckpt_storage
 from ckpt_storage import errors, verify
 from ckpt_storage.export.conversion import FORMATS, TargetFormat
 from ckpt_storage.export.convert import convert
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store
 from ckpt_storage.store.monitor import StallDetector

@@ -15,7 +15,7 @@ from ckpt_storage import IntegrityError, load, save, verify
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.testing import s3_server
-from ckpt_storage.transfer.rereading import read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 
 @pytest.fixture(scope="module")

@@ -273,3 +273,17 @@ def test_one_target_for_two_values_needs_consent(
     with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"a and c"):
         door({"a": target, "c": target}, tmp_path / "c")
     door({"a": target, "c": target}, tmp_path / "c", casts="any")
+
+
+@each_load
+def test_tied_targets_take_equal_values_of_different_dtypes(
+    tmp_path: Path, door: Callable[..., object]
+) -> None:
+    """Values that are equal once they are cast to the target are not refused; NaN equals NaN."""
+    stored = torch.tensor([1.5, -0.0, float("nan")], dtype=torch.bfloat16)
+    dcp_cases.save({"a": stored, "b": stored.float(), "c": stored + 1}, tmp_path / "c")
+    target = torch.zeros(3)
+    door({"a": target, "b": target}, tmp_path / "c")
+    assert same(target, stored.float())
+    with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"b and c"):
+        door({"b": target, "c": target}, tmp_path / "c")

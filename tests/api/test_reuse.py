@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
+from reuse_cases import BASE, COUNT, files_of, is_loaded, linked, manifests_of, state_of
 from saver_cases import quick_saver
 
 import ckpt_storage
@@ -24,66 +24,10 @@ from ckpt_storage import (
     InvalidInputError,
     open_checkpoint,
 )
-from ckpt_storage.format.documents import unseal
-from ckpt_storage.format.rank_manifest import NO_HASH, RankManifest
+from ckpt_storage.format.rank_manifest import NO_HASH
 from ckpt_storage.testing.ranks import run_ranks
 
 pytest.importorskip("xxhash", reason="the extra `reuse`")
-
-COUNT = 1 << 16
-"""Elements of a value that may stay: 256 KiB."""
-
-
-def state_of(moving: int = 0, *, base: int = 1, adapter_count: int = 4096) -> dict[str, Any]:
-    """Return a state whose base stays while `moving` changes."""
-    return {
-        "model": {
-            "base": {f"w{n}": seeded(base + n, COUNT) for n in range(3)},
-            "lora": seeded(1000 + moving, adapter_count),
-        },
-        "step": moving,
-    }
-
-
-def files_of(path: Path) -> dict[tuple[str, ...], Path]:
-    """Return the shard files of the newest save, by the names in them."""
-    with open_checkpoint(path) as checkpoint:
-        save_id = checkpoint.save_id
-    found = {}
-    for document in manifests_of(path):
-        assert document.save_id == save_id or save_id is None
-        for file in document.files:
-            fqns = tuple(sorted({document.fqns[number] for number in file.fqn}))
-            found[fqns] = path / file.path
-    return found
-
-
-def manifests_of(path: Path) -> list[RankManifest]:
-    """Return the rank manifests of the newest save."""
-    with open_checkpoint(path) as checkpoint:
-        folder = path / "saves" / str(checkpoint.save_id) / "ranks"
-    return [
-        RankManifest.from_body(unseal(one.read_bytes(), path=str(one)), where=str(one))
-        for one in sorted(folder.glob("*.json"))
-    ]
-
-
-def linked(path: Path) -> set[str]:
-    """Return the names of values in shard files that have another name."""
-    files = files_of(path).items()
-    return {fqn for fqns, file in files if file.stat().st_nlink > 1 for fqn in fqns}
-
-
-def is_loaded(path: Path, state: Mapping[str, Any]) -> bool:
-    """Return whether our reader and torch's own load a state, and every checksum is right."""
-    for load in (dcp_cases.load, dcp_cases.load_stock):
-        load(found := dcp_cases.zeros_like(state), path)
-        if not dcp_cases.same(found, state):
-            return False
-    return ckpt_storage.verify(path).ok
-
-
-BASE = {"model.base.w0", "model.base.w1", "model.base.w2"}
 
 
 def save_steps(root: Path, count: int, **options: Any) -> list[Any]:
@@ -263,7 +207,7 @@ def test_a_small_full_every_leaves_time_to_find_what_stays(tmp_path: Path) -> No
 
 
 def test_a_run_of_which_nothing_stays_is_hashed_three_times(tmp_path: Path) -> None:
-    """Then no save is, until `full_every` says so."""
+    """Then none is, until `full_every` says so."""
     hashed = []
     with CheckpointManager(tmp_path, reuse=True, full_every=6) as manager:
         for step in range(1, 9):
@@ -272,6 +216,31 @@ def test_a_run_of_which_nothing_stays_is_hashed_three_times(tmp_path: Path) -> N
             hashes = [file.hash_of(at) for file in manifest.files for at in range(len(file.fqn))]
             hashed.append(all(one != NO_HASH for one in hashes))
     assert hashed == [True] * 3 + [False] * 3 + [True] * 2
+
+
+def test_what_stays_later_is_noticed_without_full_every(tmp_path: Path) -> None:
+    """In a run of which nothing stayed at first, values are hashed again after thirty saves."""
+    with CheckpointManager(tmp_path, reuse=True) as manager:
+        infos = [
+            manager.save(step, {"w": seeded(min(step, 5), COUNT)}, sync_files=False)
+            for step in range(1, 36)
+        ]
+    reused = [step for step, info in enumerate(infos, 1) if info.stats and info.stats.reused_bytes]
+    assert reused == [32, 33, 34, 35]
+
+
+@pytest.mark.parametrize("stable", ["", "model.base.*"])
+def test_a_process_that_goes_on_with_a_run_hashes_again(tmp_path: Path, stable: str) -> None:
+    """The process before it had stopped; this one may freeze values, or name them."""
+    with CheckpointManager(tmp_path, reuse=True, mode="process") as manager:
+        for step in range(1, 6):
+            manager.save_async(step, state_of(step, base=100 * step)).result()
+    named: dict[str, Any] = {"stable": stable} if stable else {}
+    with CheckpointManager(tmp_path, reuse=True, **named) as manager:
+        manager.restore(dcp_cases.zeros_like(state_of(5)))
+        infos = [manager.save(step, state_of(step)) for step in range(6, 9)]
+    assert infos[-1].stats is not None
+    assert infos[-1].stats.reused_bytes > 3 * 4 * COUNT
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

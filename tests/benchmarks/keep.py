@@ -247,6 +247,7 @@ def main() -> None:
     asked = parser.parse_args()
     torch.manual_seed(0)
     state = state_of(asked.parameters)
+    asked.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         print(f"{asked.parameters:,} parameters, load average {os.getloadavg()[0]:.1f}")

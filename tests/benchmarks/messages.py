@@ -47,6 +47,7 @@ import torch.distributed as dist
 
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination import operation_rounds as rounds_module
+from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import (
@@ -57,8 +58,8 @@ from ckpt_storage.coordination.keyvalue import (
     StoreClient,
 )
 from ckpt_storage.coordination.lane import Lane
-from ckpt_storage.coordination.liveness import FailureDetector, RankProcess
 from ckpt_storage.coordination.operation_rounds import OperationRounds
+from ckpt_storage.coordination.processes import RankProcess
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.options import Timeouts
 

@@ -138,7 +138,7 @@ class Reader(threading.Thread):
     def run(self) -> None:
         while not self._is_over.wait(_READ_EVERY_S):
             try:
-                found = contents(self._url)
+                record = contents(self._url)
             except (
                 ckpt_storage.CheckpointNotFoundError,
                 ckpt_storage.CheckpointGoneError,
@@ -148,7 +148,7 @@ class Reader(threading.Thread):
             except ckpt_storage.CheckpointError as error:
                 self.unreadable.append(f"a reader got {type(error).__name__}: {error}")
                 continue
-            self.seen[found["save_id"]] = {**found, "url": self._url}
+            self.seen[record["save_id"]] = {**record, "url": self._url}
 
     def end(self) -> None:
         self._is_over.set()
@@ -221,15 +221,19 @@ class Round:
         if code != 0 and not self._expects_end and problem is None:
             tail = job.output.read_text()[-1500:]
             self.findings.unfinished.append(f"job {settings.run} ended with {code}: {tail}")
-        lives = {one["life"] for one in self.logs.events if one["life"] // 100 == settings.run}
+        lives = {
+            event["life"] for event in self.logs.events if event["life"] // 100 == settings.run
+        }
         if len(lives) > 1 and not self._expects_end:
             self.findings.unfinished.append(f"ranks of job {settings.run} died without a fault")
         self.say(f"job {settings.run} ended with {code}")
-        finals = [one for one in self.logs.events if one["event"] in {"final", "final-failed"}]
-        return problem is not None or any(one["life"] // 100 == settings.run for one in finals)
+        finals = [
+            event for event in self.logs.events if event["event"] in {"final", "final-failed"}
+        ]
+        return problem is not None or any(event["life"] // 100 == settings.run for event in finals)
 
     def _supervise(self, job: Job) -> str | None:
-        """Inject faults until the time is over; return why the job is given up, if it is."""
+        """Inject faults until the time is over; return why the job is abandoned, if it is."""
         look_s, last_s = 0.0, time.monotonic()
         while job.process.poll() is None:
             time.sleep(_TICK_S)
@@ -246,7 +250,9 @@ class Round:
             is_whole = len(ready) == self.rank_count
             if now > self._limit_s:
                 return "does not end"
-            if not is_whole and now > max(self._started_s, self._last_start()) + _START_LIMIT_S:
+            is_late = now > max(self._started_s, self._last_start()) + _START_LIMIT_S
+            # Ranks that were asked to end are not whole, either, once they have.
+            if is_late and not is_whole and self._limit_s == math.inf:
                 return "does not begin"
             if self._is_over(now):
                 if self._limit_s == math.inf:
@@ -302,33 +308,33 @@ class Round:
 
     def _ready(self, run: int) -> list[Event]:
         """Return the `ready` events of the live ranks of the newest incarnation."""
-        lives = [one["life"] for one in self.logs.events if one["event"] == "start"]
+        lives = [event["life"] for event in self.logs.events if event["event"] == "start"]
         lives = [life for life in lives if life // 100 == run]
         if not lives:
             return []
         gone = {
-            one["pid"]
-            for one in self.logs.events
-            if one["event"] in {"broken", "end", "preempted"} and one["life"] == max(lives)
+            event["pid"]
+            for event in self.logs.events
+            if event["event"] in {"broken", "end", "preempted"} and event["life"] == max(lives)
         }
         return [
-            one
-            for one in self.logs.events
-            if one["event"] == "ready"
-            and one["life"] == max(lives)
-            and one["pid"] not in gone
-            and is_alive(one["pid"], one["t"])
+            event
+            for event in self.logs.events
+            if event["event"] == "ready"
+            and event["life"] == max(lives)
+            and event["pid"] not in gone
+            and is_alive(event["pid"], event["t"])
         ]
 
     def _last_start(self) -> float:
-        starts = [float(one["t"]) for one in self.logs.events if one["event"] == "start"]
+        starts = [float(event["t"]) for event in self.logs.events if event["event"] == "start"]
         return max(starts, default=0.0)
 
     def _worker_of(self, rank: Event) -> int | None:
         pids = [
-            one["worker"]
-            for one in self.logs.events
-            if one["event"] == "worker" and one["pid"] == rank["pid"]
+            event["worker"]
+            for event in self.logs.events
+            if event["event"] == "worker" and event["pid"] == rank["pid"]
         ]
         pid = pids[-1] if pids else None
         return pid if pid is not None and parent_of(pid) == rank["pid"] else None
@@ -365,7 +371,7 @@ class Round:
             self._signal(pid, signal.SIGKILL)
 
     def _stop(self, kind: str, rank: int, pid: int, seconds: float) -> None:
-        if any(pid == one[2] for one in self._continues):
+        if any(pid == entry[2] for entry in self._continues):
             return
         self._signal(pid, signal.SIGSTOP)
         now = time.monotonic()
@@ -410,7 +416,7 @@ class Round:
             (os.killpg if to_group else os.kill)(pid, number)
 
     def _continue(self, now: float) -> None:
-        for entry in [one for one in self._continues if one[0] <= now]:
+        for entry in [due for due in self._continues if due[0] <= now]:
             self._continues.remove(entry)
             self._signal(entry[2], signal.SIGCONT)
             # It may take a moment until it runs again.
@@ -445,15 +451,15 @@ class Round:
             time.sleep(0.1)
 
     def _final_contents(self) -> list[Event]:
-        root, found = self.settings.folder / "saved", []
+        root, records = self.settings.folder / "saved", []
         for folder in sorted(root.iterdir()):
             try:
-                found.append({**contents(str(folder)), "url": str(folder)})
+                records.append({**contents(str(folder)), "url": str(folder)})
             except (ckpt_storage.CheckpointNotFoundError, ckpt_storage.CheckpointInProgressError):
                 continue
             except ckpt_storage.CheckpointError as error:
                 self.findings.unfinished.append(f"{folder.name} is unreadable at the end: {error}")
-        return found
+        return records
 
     def _judge(self) -> None:
         stalls = self.stalls + stalls_of(self.logs.events)
@@ -495,24 +501,24 @@ def run_chaos(
         settings = settings_of(rng, folder, mode)
         # A restart of many ranks costs the time of many faults.
         rank_count = rng.choice([rank_counts[0], *rank_counts])
-        one = Round(number, rng, settings, rank_count, round_s)
-        one.say(
+        played = Round(number, rng, settings, rank_count, round_s)
+        played.say(
             f"begins: {settings.api}, {settings.mode}, "
             f"{'background' if settings.is_background else 'foreground'}, "
             f"{'one URL' if settings.rolling else 'a URL a step'}, {rank_count} ranks, "
             f"on_error={settings.on_error}, handled={settings.handled}, in {folder}"
         )
-        one.run()
-        totals.faults += one.faults
-        totals.calls += Counter(tally(one.logs.events))
-        finals = [event for event in one.logs.events if event["event"] == "final"]
+        played.run()
+        totals.faults += played.faults
+        totals.calls += Counter(tally(played.logs.events))
+        finals = [event for event in played.logs.events if event["event"] == "final"]
         totals.late_finals += any(event["attempt"] > 1 for event in finals)
-        totals.findings.add(one.findings)
-        lines = one.findings.lines()
+        totals.findings.add(played.findings)
+        lines = played.findings.lines()
         attempts = sorted({event["attempt"] for event in finals})
-        one.say(
-            f"ends: {sum(one.faults.values())} faults, final save after {attempts} tries, "
-            f"{len(lines)} findings; {json.dumps(tally(one.logs.events))}"
+        played.say(
+            f"ends: {sum(played.faults.values())} faults, final save after {attempts} tries, "
+            f"{len(lines)} findings; {json.dumps(tally(played.logs.events))}"
         )
         for line in lines[:_PRINT_COUNT]:
             print(f"  {line[:600]}", flush=True)
@@ -534,35 +540,35 @@ def main() -> int:
     parser.add_argument("--mode", choices=["thread", "process"])
     parser.add_argument("--ranks", default="2..3", help="a number, or a range such as 2..4")
     parser.add_argument("--keep", type=Path, help="folder for the logs of rounds that fail")
-    given = parser.parse_args()
+    options = parser.parse_args()
     # Its jobs end with it, also where it runs in the background.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    least, _, most = given.ranks.partition("..")
+    least, _, most = options.ranks.partition("..")
     begin_s = time.monotonic()
     totals = run_chaos(
-        seed=given.seed,
-        minutes=given.minutes,
-        mode=given.mode,
+        seed=options.seed,
+        minutes=options.minutes,
+        mode=options.mode,
         rank_counts=range(int(least), int(most or least) + 1),
-        round_count=given.rounds,
-        round_s=given.round_seconds,
-        keep=given.keep,
+        round_count=options.rounds,
+        round_s=options.round_seconds,
+        keep=options.keep,
     )
-    found = totals.findings
+    findings = totals.findings
     print(f"faults: {sum(totals.faults.values())} {json.dumps(dict(totals.faults))}")
     print(f"calls: {json.dumps(dict(totals.calls))}")
     print(f"minutes: {(time.monotonic() - begin_s) / 60:.1f}")
     print(f"final saves that needed another try: {totals.late_finals}")
-    print(f"mixtures: {len(found.mixtures)}")
-    print(f"lost OKs: {len(found.lost)}")
-    print(f"waits beyond deadline: {len(found.waits)}")
-    print(f"false failures: {len(found.false_failures)}")
-    print(f"unfinished jobs: {len(found.unfinished)}")
-    print(f"saves that keep failing after a fault: {len(found.stuck)}")
+    print(f"mixtures: {len(findings.mixtures)}")
+    print(f"lost OKs: {len(findings.lost)}")
+    print(f"waits beyond deadline: {len(findings.waits)}")
+    print(f"false failures: {len(findings.false_failures)}")
+    print(f"unfinished jobs: {len(findings.unfinished)}")
+    print(f"saves that keep failing after a fault: {len(findings.stuck)}")
     for folder in totals.failing_rounds:
         print(f"logs: {folder}")
-    return 1 if found.lines() else 0
+    return 1 if findings.lines() else 0
 
 
 if __name__ == "__main__":

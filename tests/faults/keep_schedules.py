@@ -83,7 +83,7 @@ _TWO_DAYS_S = 2 * 24 * 3600.0
 
 
 def state_of(number: int) -> State:
-    """Return the state of one save: all its values but the frozen ones are its number."""
+    """Return the state of one save: all values that are not frozen are its number."""
     state = {name: torch.full((size,), float(number)) for name, size in SIZES.items()}
     return {**state, "frozen": torch.full((FROZEN_COUNT,), FROZEN)}
 
@@ -124,7 +124,7 @@ class Turns:
                 seen = self.operation_count
                 is_woken = self._changed.wait(_STALL_S)
                 if not is_woken and seen == self.operation_count:
-                    # The current actor waits for a lock of this process that another one holds.
+                    # The current actor waits for a lock of this process that another actor holds.
                     self.stall_count += 1
                     self._current = actor
                 if time.monotonic() > limit_s:
@@ -222,8 +222,9 @@ class Place:
             os.utime(path, (stat.st_atime - seconds, stat.st_mtime - seconds))
 
     def clear(self) -> None:
-        for path in [one for one in MemoryFileSystem.store if one.startswith(f"/{self._name}/")]:
-            del MemoryFileSystem.store[path]
+        for path in [*MemoryFileSystem.store]:
+            if path.startswith(f"/{self._name}/"):
+                del MemoryFileSystem.store[path]
 
 
 _BACKEND_OF = registry.backend_of
@@ -258,13 +259,19 @@ def read(url: str) -> int:
     return number_of(values)
 
 
-def restore(url: str) -> int:
+def restore(manager: CheckpointManager) -> int:
     """Restore the newest checkpoint, whole or thin; return the number of its save."""
-    state: State = {"model": torch.zeros(SIZES["model"])}
-    with CheckpointManager(url, retry=QUICK) as manager:
-        if manager.restore(state, part=True) is None:
-            raise RuleBrokenError("no checkpoint is left")
+    state: State = {"model": torch.zeros(SIZES["model"]), "frozen": torch.zeros(FROZEN_COUNT)}
+    if manager.restore(state, part=True) is None:
+        raise RuleBrokenError("no checkpoint is left")
+    if not bool((state.pop("frozen") == FROZEN).all()):
+        raise RuleBrokenError("the frozen values are lost or changed")
     return number_of(state)
+
+
+def restore_newest(url: str) -> int:
+    with CheckpointManager(url, retry=QUICK) as manager:
+        return restore(manager)
 
 
 def save_next(url: str, step: int, number: int, keep: Keep) -> int:
@@ -273,6 +280,17 @@ def save_next(url: str, step: int, number: int, keep: Keep) -> int:
         manager.save(step, state_of(number), sync_files=False)
         manager.prune()
     return step
+
+
+def resume(url: str, step: int, number: int, keep: Keep) -> int:
+    """Restore, then save two steps that reuse files of the step before, and prune after each."""
+    options: dict[str, Any] = {"keep": keep, "pruning": "manual", "retry": QUICK}
+    with CheckpointManager(url, reuse=True, stable="frozen", **options) as manager:
+        restore(manager)
+        for later in (step, step + 1):
+            manager.save(later, state_of(number), sync_files=False)
+            manager.prune()
+    return step + 1
 
 
 @dataclass(kw_only=True)
@@ -313,7 +331,7 @@ class Schedule:
             if thread.is_alive():
                 raise RuleBrokenError(f"{thread.name} hangs")
         self._judge_actors(actors)
-        abilities.forget_all()
+        abilities.RECORDS.clear()
         self._judge_root(actors)
         self._judge_last_prune()
         return turns.operation_count, turns.stall_count
@@ -338,7 +356,8 @@ class Schedule:
             "thinner": lambda: ckpt_storage.thin(url, drop=drop, retry=QUICK),
             "pruner": lambda: ckpt_storage.prune(root, keep, dry_run=False, retry=QUICK),
             "reader": lambda: read(url),
-            "restorer": lambda: restore(root),
+            "restorer": lambda: restore_newest(root),
+            "resumed saver": lambda: resume(root, next_step, number, keep),
         }
         kind = choose.choice(list(jobs))
         return Actor(name=name, kind=kind, job=jobs[kind])
@@ -355,15 +374,14 @@ class Schedule:
             error, is_killed = actor.error, self.place.scripts[actor.name].crashed
             end = "killed" if is_killed else type(error).__name__ if error else "done"
             self.ends[f"{actor.kind}: {end}"] += 1
-            # A save fails so whose checkpoint a pruner deleted before it was committed.
-            is_deleted = isinstance(error, errors.StorageError) and "saver" in actor.kind
-            if not (is_killed or error is None or is_deleted or isinstance(error, expected)):
+            if not (is_killed or error is None or isinstance(error, expected)):
                 raise RuleBrokenError(f"the {actor.kind} got {error!r}") from error
 
     def _judge_root(self, actors: list[Actor]) -> None:
         infos = list_checkpoints(self.place.url())
         highest = max((StepNames().step_of(info.name) or 0 for info in infos), default=0)
-        saved = [actor.result for actor in actors if actor.kind == "saver of the next step"]
+        kinds = {"saver of the next step", "resumed saver"}
+        saved = [actor.result for actor in actors if actor.kind in kinds]
         newest = max([STEPS[-1], *(step for step in saved if isinstance(step, int))])
         if highest < newest:
             raise RuleBrokenError(f"step {newest} was lost; the newest is {highest}")
@@ -442,7 +460,7 @@ def run_schedules(storage: Storage, seeds: range, folder: Path | None = None) ->
     for seed in seeds:
         with tempfile.TemporaryDirectory(dir=where) as path:
             place = Place(storage, Path(path))
-            abilities.forget_all()
+            abilities.RECORDS.clear()
             schedule = Schedule(seed=seed, place=place, ends=totals.ends)
             with _patched(place):
                 try:
@@ -462,7 +480,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--storage", choices=["local", "memory"], default="local")
     options = parser.parse_args()
-    logging.getLogger("ckpt_storage").disabled = True
+    logging.disable()
     begin_s = time.monotonic()
     ends = Counter[str]()
     violations: dict[int, str] = {}

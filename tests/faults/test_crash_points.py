@@ -76,7 +76,7 @@ def save(
     number: int, url: str | Path, *, overwrite: bool, retry: RetryPolicy = QUICK, **options: Any
 ) -> None:
     """Save with our writer in this process alone, which knows nothing of the storage."""
-    abilities.forget_all()
+    abilities.RECORDS.clear()
     writer = CheckpointStorageWriter(url, overwrite=overwrite, retry=retry, **options)
     dcp.save(state_of(number), storage_writer=writer, no_dist=True)
 

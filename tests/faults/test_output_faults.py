@@ -124,7 +124,7 @@ def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
     assert same(whole, part if "part" in case else values_of(source))
     assert not same(old, whole)
     for at, rule in each_fault(faulty.script.calls, ACTIONS, retryable=False):
-        abilities.forget_all()  # as in a new process: the same calls, and probes
+        abilities.RECORDS.clear()  # as in a new process: the same calls, and probes
         if before.exists():
             shutil.copytree(before, root)
         faulty.play(rule)
@@ -163,7 +163,7 @@ def test_a_thinning_cut_anywhere_leaves_the_whole_or_the_thin_one(
     calls = list(faulty.script.calls)
     seen = set()
     for at, rule in each_fault(calls, ACTIONS, retryable=False):
-        abilities.forget_all()
+        abilities.RECORDS.clear()
         shutil.copytree(whole, root)
         faulty.play(rule)
         with contextlib.suppress(SimulatedCrash, CheckpointError):
@@ -418,7 +418,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
 
 def one_turn(run: Path) -> None:
     """Do what a manager does after a save, as a new process: copy, prune there, prune here."""
-    abilities.forget_all()  # as in a new process
+    abilities.RECORDS.clear()  # as in a new process
     fast, slow = (
         Root(Location.of(run / name), StepNames(), retry=QUICK) for name in ("fast", "slow")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import prune_cases as cases
@@ -14,10 +14,12 @@ from fault_tools import each_fault
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
+from ckpt_storage.manager.folders import FolderState
 from ckpt_storage.manager.policies import KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.store import abilities
 from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -57,7 +59,7 @@ def check_pruned(store: DictStore, before: Mapping[str, bytes]) -> None:
     assert _steps_in(store) == KEPT
     known = ("/commits/", "/.ckpt-storage-probe-", *cases.OTHERS)
     left = rest(store, GONE | {8, 9})
-    assert [path for path in left if not any(one in path for one in known)] == []
+    assert [path for path in left if not any(name in path for name in known)] == []
 
 
 @BOTH
@@ -96,15 +98,15 @@ ACTIONS: dict[Action, str] = {
 def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
     capabilities: Capabilities, action: Action, record_property: Callable[[str, object], None]
 ) -> None:
-    """Every operation is cut or failed once: afterwards all is whole, and the next one ends it."""
+    """Every operation is cut or failed once: afterwards all is whole; the next prune ends it."""
     origin = cases.scene(capabilities)
     before = rest(origin, KEPT | {7})
     dry = DictStore(origin.disk.copy(), capabilities)
     cases.prune(dry, KEEP)
     ends: Counter[str] = Counter()
-    told = {"kind": "timeout", "retryable": False}
-    for at, rule in each_fault(dry.script.calls, {action: ACTIONS[action]}, **told):
-        abilities.forget_all()  # as in a new process
+    failure = {"kind": "timeout", "retryable": False}
+    for at, rule in each_fault(dry.script.calls, {action: ACTIONS[action]}, **failure):
+        abilities.RECORDS.clear()  # as in a new process
         store = DictStore(origin.disk.copy(), capabilities, rules=[rule])
         try:
             report = cases.prune(store, KEEP)
@@ -115,7 +117,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
             ends["raised"] += 1
         assert rest(store, KEPT | {7}) == before, at
         assert _steps_in(store) >= KEPT, at
-        abilities.forget_all()  # as in a new process
+        abilities.RECORDS.clear()  # as in a new process
         later = DictStore(store.disk, capabilities)
         assert cases.prune(later, KEEP).failed == {}, at
         check_pruned(later, before)
@@ -138,14 +140,14 @@ def test_an_attempt_is_freed_only_a_day_after_its_last_file() -> None:
     """
     store = saved(1)
     attempt = attempted(cases.at(store, 5))
-    one = cases.pruner(store, KeepLatest(1) | KeepEvery(5))
+    pruner = cases.pruner(store, KeepLatest(1) | KeepEvery(5))
     store.disk.clock_s += DAY_S - 10
-    report = one.prune(cases.FAR)
+    report = pruner.prune(cases.FAR)
     assert (report.freed, report.leftovers) == ((), (cases.name_of(5),))
     for step in (10, 11):
         cases.save(store, step)
     store.disk.clock_s += 20
-    assert one.prune(cases.FAR).freed == (attempt.save_id,)
+    assert pruner.prune(cases.FAR).freed == (attempt.save_id,)
     with pytest.raises(CommitConflictError):
         committed(cases.at(store, 5), attempt)
     assert _steps_in(store) == {1, 10, 11}
@@ -193,10 +195,10 @@ def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
 def test_a_root_that_is_told_nothing_new_asks_nothing_new() -> None:
     """In one process a second prune reads the newest again, and no other checkpoint."""
     store = cases.scene()
-    one = Pruner(cases.DiskRoot(store), KeepLatest(2) | KeepEvery(1))
-    one.prune(cases.FAR)
+    pruner = Pruner(cases.DiskRoot(store), KeepLatest(2) | KeepEvery(1))
+    pruner.prune(cases.FAR)
     first_count = len(store.script.calls)
-    one.prune(cases.FAR)
+    pruner.prune(cases.FAR)
     touched = {call.path.partition("/")[0] for call in store.script.calls[first_count:]}
     steps = {name for name in touched if "step" in name}
     assert steps <= set(map(cases.name_of, (5, 6, 7, 8, 9)))
@@ -210,19 +212,19 @@ def test_prunes_sweep_the_kept_steps_in_turn() -> None:
         cases.save(store, step)
     store.disk.clock_s += 2 * DAY_S
     before = cases.heads(store.disk.files)
-    one = cases.pruner(store, KeepLatest(3), sweeps=True)
-    assert [len(one.prune(cases.FAR).freed) for _ in range(4)] == [1, 1, 1, 0]
+    pruner = cases.pruner(store, KeepLatest(3), sweeps=True)
+    assert [len(pruner.prune(cases.FAR).freed) for _ in range(4)] == [1, 1, 1, 0]
     assert cases.heads(store.disk.files) == before
 
 
 def test_what_a_policy_counts_is_looked_at_again() -> None:
     """Somebody deletes the best after it was read: the next best takes its place, and stays."""
     store = saved(1, 2, 3, 4, loss_1=0.5, loss_2=0.1, loss_3=0.9, loss_4=0.8)
-    one = cases.pruner(store, KeepLatest(1) | KeepBest("loss", "min"))
-    plan = one.prune(cases.FAR, dry_run=True)
+    pruner = cases.pruner(store, KeepLatest(1) | KeepBest("loss", "min"))
+    plan = pruner.prune(cases.FAR, dry_run=True)
     assert [decision.step for decision in plan.planned] == [1, 3]
     cases.deleting(2)[1](store)
-    assert one.prune(cases.FAR).deleted == (cases.name_of(3),)
+    assert pruner.prune(cases.FAR).deleted == (cases.name_of(3),)
     assert _steps_in(store) == {1, 4}
 
 
@@ -234,28 +236,30 @@ def test_the_mirror_is_asked_for_the_save_that_the_last_look_found() -> None:
     anew = cases.save(store, 2, loss=2.0)
     root.record_sound(cases.name_of(4), cases.save(store, 4, loss=1.0))
     keep = KeepLatest(1) | KeepBest("loss", "min")
-    one = Pruner(
-        root, keep, protect=lambda found, _: {f.name: "" for f in found if f.save_id not in copied}
-    )
-    assert one.prune(cases.FAR).deleted == (cases.name_of(3),)
+
+    def protect(states: Collection[FolderState], _: Deadline) -> dict[str, str]:
+        return {state.name: "" for state in states if state.save_id not in copied}
+
+    pruner = Pruner(root, keep, protect=protect)
+    assert pruner.prune(cases.FAR).deleted == (cases.name_of(3),)
     assert cases.heads(store.disk.files)[2] == anew
 
 
 def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
-    """As many sound ones are looked for as the policy counts, past those known to be damaged."""
+    """As many sound ones are sought as the policy counts, past those known to be damaged."""
     store = saved(1, 2, 3, 4, 5)
     root = cases.DiskRoot(store)
-    root.record_sound(cases.name_of(4), cases.heads(store.disk.files)[4])
     five = root.read_state(cases.name_of(5), cases.FAR).info
     assert five is not None
     root.record_damaged(five, "cut")
-    one = Pruner(root, KeepLatest(2) | KeepEvery(3))
-    assert one.prune(cases.FAR).deleted == tuple(map(cases.name_of, (1, 2)))
+    root.record_sound(cases.name_of(4), cases.heads(store.disk.files)[4])
+    pruner = Pruner(root, KeepLatest(2) | KeepEvery(3))
+    assert pruner.prune(cases.FAR).deleted == tuple(map(cases.name_of, (1, 2)))
     assert _steps_in(store) == {3, 4, 5}
 
 
 LOOKS = {"model.safetensors.index.json": 1, "00001.json": 4, "names.json": 5}
-"""Before what is deleted, and at which look for the holder, another one comes."""
+"""Before what is deleted, and at which look for the holder, another comes."""
 
 
 @pytest.mark.parametrize("path", LOOKS)

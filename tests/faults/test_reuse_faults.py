@@ -52,7 +52,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(number: int, url: str, base: str | None = None, **options: Any) -> Any:
-    abilities.forget_all()  # as in a new process: the same calls, and probes
+    abilities.RECORDS.clear()  # as in a new process: the same calls, and probes
     return ckpt_storage.save(
         state_of(number), url, base=base, stable="base.*", retry=QUICK, **options
     )
@@ -61,8 +61,8 @@ def save(number: int, url: str, base: str | None = None, **options: Any) -> Any:
 def values_of(url: str, **options: Any) -> dict[str, Any] | None:
     """Return what our reader finds, None if there is no checkpoint; everything is checked."""
     try:
-        with ckpt_storage.open_checkpoint(url, **options) as found:
-            values = {name: found[name].torch() for name in found}
+        with ckpt_storage.open_checkpoint(url, **options) as checkpoint:
+            values = {name: checkpoint[name].torch() for name in checkpoint}
     except (CheckpointNotFoundError, CheckpointInProgressError):
         return None
     report = verify(url, **options)
@@ -134,10 +134,10 @@ def test_a_reusing_save_on_a_disk_survives_every_fault_at_every_system_call(
             failure = error
         assert failure is None or played.script.crashed or isinstance(failure, CheckpointError), at
         assert same(values_of(str(root / "0")), OLD), at
-        found = values_of(str(root / "1"))
-        assert found is None or same(found, NEW), at
-        assert failure is not None or found is not None, at
-        info = save(1, str(root / "1"), base=str(root / "0"), overwrite=found is not None)
+        values = values_of(str(root / "1"))
+        assert values is None or same(values, NEW), at
+        assert failure is not None or values is not None, at
+        info = save(1, str(root / "1"), base=str(root / "0"), overwrite=values is not None)
         assert info.stats.reused_bytes, at
         assert same(values_of(str(root / "1")), NEW), at
         shutil.rmtree(root / "0")
@@ -222,9 +222,9 @@ def test_a_copy_by_the_storage_survives_every_fault(
         with contextlib.suppress(*[CheckpointError] if is_dead else []):
             save(1, url, base=f"{root}/0")
         faulty.play()
-        found = values_of(url)
-        assert same(found, NEW) or (found is None and is_dead), at
-        info = save(1, url, base=f"{root}/0", overwrite=found is not None)
+        values = values_of(url)
+        assert same(values, NEW) or (values is None and is_dead), at
+        info = save(1, url, base=f"{root}/0", overwrite=values is not None)
         assert info.stats.reused_bytes, at
         assert same(values_of(url), NEW), at
     assert same(values_of(f"{root}/0"), OLD)
@@ -249,7 +249,7 @@ def test_a_reusing_save_on_s3_survives_every_fault_at_every_request(
     assert info.stats.reused_bytes > 2400
     # Those of the base, and of shard files; the rest is as in any save.
     requests = list(enumerate(server.requests))
-    chosen = [at for at, one in requests if one.key.startswith("0/") or "distcp" in one.key]
+    chosen = [at for at, sent in requests if sent.key.startswith("0/") or "distcp" in sent.key]
     for number in chosen:
         url = f"s3://bkt/cut-{number}"
         server.faults(S3_FAULTS[fault](number))
@@ -257,9 +257,9 @@ def test_a_reusing_save_on_s3_survives_every_fault_at_every_request(
         with contextlib.suppress(*refused):
             save(1, url, base="s3://bkt/0", **options)
         server.faults([])
-        found = values_of(url, **options)
-        assert same(found, NEW) or (found is None and fault == "death"), number
-        again = save(1, url, base="s3://bkt/0", overwrite=found is not None, **options)
+        values = values_of(url, **options)
+        assert same(values, NEW) or (values is None and fault == "death"), number
+        again = save(1, url, base="s3://bkt/0", overwrite=values is not None, **options)
         assert again.stats.reused_bytes > 2400, number
         assert same(values_of(url, **options), NEW), number
     assert same(values_of("s3://bkt/0", **options), OLD)

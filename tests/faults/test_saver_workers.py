@@ -20,7 +20,7 @@ from limits import HANG_S, SLACK_S
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
 from ckpt_storage.background import worker_process
-from ckpt_storage.coordination.liveness import FailureDetector
+from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.testing.ranks import RankPool
 
 Cell = tuple[cases.Where, int]

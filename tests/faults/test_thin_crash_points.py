@@ -131,29 +131,55 @@ PRUNE_ACTIONS: dict[Action, str] = {
     "error": "",
     "lost_answer": "",
 }
-THINS = KeepLatest(1) | KeepEvery(2) | KeepPart(drop="optim*")
+WHOLE_STEPS, OTHER_STEPS = (2, 4), (1, 3)
+KEEP = KeepLatest(1) | KeepEvery(2)
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"model": seeded(step, 300), "optim": seeded(step + 50, 900)}
+    return {"model": seeded(step, 300), "frozen": seeded(0, 600), "optim": seeded(step + 50, 900)}
 
 
 def part_of(step: int) -> dict[str, Any]:
-    return {"model": state_of(step)["model"]}
+    return {name: value for name, value in state_of(step).items() if name != "optim"}
 
 
 @pytest.fixture
-def thinned_root(memory_path: Path, scripted: ScriptedBackends) -> Path:
-    """A root with the whole steps 1 to 4, and a save of step 3 that died two days ago."""
+def full_root(
+    memory_path: Path, scripted: ScriptedBackends, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A root with the whole steps 1 to 4, and a save of step 3 that died two days ago.
+
+    All have one frozen file in common, by hard links.
+    """
+    pytest.importorskip("xxhash", reason="the extra `reuse`")
+    monkeypatch.setattr("ckpt_storage.saves.reuse._MIN_BYTES", 1000)
     root = memory_path / "origin"
+    options: dict[str, Any] = {"sync_files": False, "stable": "frozen"}
     for step in (1, 2, 3, 4):
-        part_cases.save(root / name_of(step), state_of(step), sync_files=False)
+        part_cases.save(root / name_of(step), state_of(step), **options)
+        options["base"] = root / name_of(step)
     dies = Script([Rule(action="crash_before", operation="put_absent", path="commits/")])
     with scripted.playing(dies), pytest.raises(errors.CheckpointError, match="SimulatedCrash"):
-        part_cases.save(root / name_of(3), state_of(3), overwrite=True, sync_files=False)
+        part_cases.save(root / name_of(3), state_of(3), overwrite=True, **options)
+    assert max(path.stat().st_nlink for path in root.rglob("*.distcp")) == 5
     for path in root.rglob("*"):
         os.utime(path, (path.stat().st_atime - 2 * DAY_S, path.stat().st_mtime - 2 * DAY_S))
     return root
+
+
+def copy_with_links(origin: Path, root: Path) -> None:
+    """Copy a folder; files that are one file there are one file in the copy."""
+    copies: dict[int, str] = {}
+
+    def copy_file(source: str, target: str) -> None:
+        first = copies.setdefault(Path(source).stat().st_ino, target)
+        if first == target:
+            shutil.copy2(source, target)
+        else:
+            Path(target).hardlink_to(first)
+
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(origin, root, copy_function=copy_file)
 
 
 def values_below(root: Path) -> dict[int, dict[str, Any]]:
@@ -166,45 +192,55 @@ def values_below(root: Path) -> dict[int, dict[str, Any]]:
     return values
 
 
-@pytest.mark.parametrize("action", PRUNE_ACTIONS)
-def test_a_prune_that_thins_cut_at_any_step_keeps_every_part(
-    thinned_root: Path,
+@pytest.mark.parametrize(
+    ("action", "thins"),
+    [*((action, True) for action in PRUNE_ACTIONS), ("crash_after", False), ("torn", False)],
+)
+def test_a_prune_cut_at_any_step_keeps_every_file_that_is_wanted(
+    full_root: Path,
     memory_path: Path,
     scripted: ScriptedBackends,
     action: Action,
     record_property: Callable[[str, object], None],
+    *,
+    thins: bool,
 ) -> None:
-    """Each step is whole or thin after a failure anywhere, and the next prune completes it."""
-    root, keep = memory_path / "run", THINS
+    """After a failure anywhere each step is whole, or thin or gone; the next prune completes it."""
+    root = memory_path / "run"
+    keep = KEEP | KeepPart(drop="optim*") if thins else KEEP
     quick = RetryPolicy(attempt_count=1)
-    shutil.copytree(thinned_root, root)
+    copy_with_links(full_root, root)
     dry = Script()
     with scripted.playing(dry):
         report = prune(root, keep, dry_run=False)
-    assert report.thinned == (name_of(1), name_of(3))
+    assert (report.thinned or report.deleted) == tuple(map(name_of, OTHER_STEPS))
     ends: Counter[str] = Counter()
     for at, rule in each_fault(dry.calls, {action: PRUNE_ACTIONS[action]}):
-        shutil.rmtree(root)
-        shutil.copytree(thinned_root, root)
+        copy_with_links(full_root, root)
         with scripted.playing(Script([rule])):
             try:
                 failed = prune(root, keep, dry_run=False, retry=quick).failed
                 ends["ended with failures" if failed else "ended"] += 1
             except (SimulatedCrash, errors.CheckpointError) as error:
                 ends[type(error).__name__] += 1
-        values = values_below(root)
-        assert {*values} == {1, 2, 3, 4}, at
-        for step, loaded in values.items():
-            is_thin = step in {1, 3} and same(loaded, part_of(step))
-            assert is_thin or same(loaded, state_of(step)), at
+        check_steps(root, at, thins=thins, is_complete=False)
         assert prune(root, keep, dry_run=False).failed == {}, at
-        values = values_below(root)
-        assert all(same(values[step], part_of(step)) for step in (1, 3)), at
-        assert all(same(values[step], state_of(step)) for step in (2, 4)), at
+        check_steps(root, at, thins=thins, is_complete=True)
         # An empty folder may stay where the prune was killed before it removed the folder.
         files = [path.relative_to(root).parts for path in root.rglob("saves/*/manifest.json")]
-        assert Counter(name for name, *_ in files) == dict.fromkeys(
-            map(name_of, (1, 2, 3, 4)), 1
-        ), at
+        expected = WHOLE_STEPS + (OTHER_STEPS if thins else ())
+        assert Counter(name for name, *_ in files) == dict.fromkeys(map(name_of, expected), 1), at
     record_property("operations", f"{len(dry.calls)}: {dict(ends)}")
     assert ends.total() > 10
+
+
+def check_steps(root: Path, at: str, *, thins: bool, is_complete: bool) -> None:
+    """Check the values of all steps, of which some were to be thinned or deleted."""
+    values = values_below(root)
+    for step in WHOLE_STEPS:
+        assert same(values.pop(step), state_of(step)), at
+    assert not thins or {*values} == {*OTHER_STEPS}, at
+    for step, loaded in values.items():
+        is_done = thins and same(loaded, part_of(step))
+        assert is_done or not is_complete, at
+        assert is_done or same(loaded, state_of(step)), at

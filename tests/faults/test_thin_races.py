@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from dcp_cases import same, seeded
 from fault_tools import Faulty, Racing
 
 import ckpt_storage
+import ckpt_storage.export.output
 from ckpt_storage import errors, open_checkpoint, thin, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.store import Location, abilities, open_store
@@ -27,7 +29,15 @@ from ckpt_storage.testing.faults import Script, SimulatedCrash
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-Rival = Callable[[Path], object]
+OVERTAKEN = (
+    errors.CheckpointGoneError,
+    errors.CheckpointNotFoundError,
+    errors.CommitConflictError,
+)
+"""How a thinning may end that a rival has overtaken."""
+
+
+Rival = Callable[[Any], object]
 
 WHOLE: dict[str, Any] = {"model": seeded(1, 300), "extra": seeded(2, 40), "optim": seeded(3, 900)}
 NEXT: dict[str, Any] = {name: tensor + 1 for name, tensor in WHOLE.items()}
@@ -71,7 +81,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
 
 
-def found_at(path: Path) -> dict[str, Any] | None:
+def values_at(path: Path) -> dict[str, Any] | None:
     """Return what is there, None if nothing is; damage and mixtures raise."""
     try:
         with open_checkpoint(path) as checkpoint:
@@ -80,20 +90,20 @@ def found_at(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def is_one_of_those_saved(found: dict[str, Any] | None) -> bool:
+def is_saved(values: dict[str, Any] | None) -> bool:
     """Return whether values are of one save, all of it or what a thinning leaves."""
     names = [[*WHOLE], ["model", "extra"], ["model"]]
-    return found is None or any(
-        same(found, {name: state[name] for name in some})
+    return values is None or any(
+        same(values, {name: state[name] for name in some})
         for state, some in itertools.product((WHOLE, NEXT), names)
     )
 
 
 def check_end(path: Path, at: str) -> None:
     """Check that all is sound and, after a last thinning and cleaning, nothing is left over."""
-    found = found_at(path)
-    assert is_one_of_those_saved(found), at
-    if found is None:
+    values = values_at(path)
+    assert is_saved(values), at
+    if values is None:
         save(WHOLE, path)
     thin(path, drop="optim")
     free(path)
@@ -102,22 +112,22 @@ def check_end(path: Path, at: str) -> None:
         head = checkpoint.save_id
         assert "optim" not in checkpoint, at
     # Another attempt that never committed may stay for a day.
-    shards = {one for one in files_below(path) if one.endswith(".distcp")}
-    left = {one.split("/")[1] for one in shards} - {head}
+    shards = {file for file in files_below(path) if file.endswith(".distcp")}
+    left = {file.split("/")[1] for file in shards} - {head}
     assert [save_id for save_id in left if _has_committed(path, str(save_id))] == [], at
 
 
 def _has_committed(path: Path, save_id: str) -> bool:
     """Return whether a slot commits a save."""
     slots = sorted((path / "commits").glob("*.json"))
-    return any(f'"save_id":"{save_id}","manifest"' in one.read_text() for one in slots)
+    return any(f'"save_id":"{save_id}","manifest"' in slot.read_text() for slot in slots)
 
 
 def race(
-    path: Path, faulty: Faulty, at: int, rival: Rival, *, is_killed: bool
+    path: Path | str, faulty: Faulty, at: int, rival: Rival, *, is_killed: bool
 ) -> tuple[int, BaseException | None]:
     """Thin, with a rival at one operation; return how many there were, and how it ended."""
-    abilities.forget_all()
+    abilities.RECORDS.clear()
     patched = faulty.script
 
     def go() -> None:
@@ -154,13 +164,33 @@ def test_whoever_comes_between_nothing_is_mixed_or_lost(
             made, ended = race(path, faulty, at, RIVALS[rival], is_killed=is_killed)
             count = max(count, made)
             ends[type(ended).__name__] += 1
+            assert is_killed or ended is None or isinstance(ended, OVERTAKEN), (at, ended)
             if rival == "saver" and not is_killed:
-                assert same(found_at(path), NEXT) or ended is None
+                assert same(values_at(path), NEXT) or ended is None
             check_end(path, f"{rival} at {at}, killed: {is_killed}, {ended!r}")
             shutil.rmtree(path)
             at += 1
     record_property("ends", dict(ends))
     assert sum(ends.values()) > 40
+    faulty.close()
+
+
+def test_a_deletion_while_the_storage_copies_is_no_failure_of_the_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In memory files are copied by parts, as in a bucket; a deletion may end every such copy."""
+    root = f"memory://{uuid.uuid4().hex}"
+    faulty = Faulty(root)
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", faulty)
+    at = count = 1
+    while at <= count:
+        url = f"{root}/{at}"
+        part_cases.save(url, WHOLE)
+        made, ended = race(url, faulty, at, RIVALS["deleter"], is_killed=False)
+        count = max(count, made)
+        assert ended is None or isinstance(ended, OVERTAKEN), (at, ended)
+        at += 1
+    assert count > 20
     faulty.close()
 
 
@@ -178,7 +208,7 @@ def test_any_sequence_of_them_leaves_one_save(tmp_path: Path, faulty: Faulty, se
         else:
             with contextlib.suppress(errors.CheckpointError):
                 RIVALS[kind](path)
-        assert is_one_of_those_saved(found_at(path)), (seed, kind)
+        assert is_saved(values_at(path)), (seed, kind)
         if kind == "deleter":
             save(choose.choice([WHOLE, NEXT]), path)
     check_end(path, f"seed {seed}")

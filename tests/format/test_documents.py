@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-from ckpt_storage.format import documents
+from ckpt_storage.format import columns, documents
 from ckpt_storage.format.crc import combine_blocks, crc32c_of
+from ckpt_storage.format.fields import Fields
 
 QUICK = settings(max_examples=150, deadline=None)
 
@@ -71,8 +72,8 @@ def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes
 def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
     """Packing writes base64 of little-endian 32-bit words, and unpacking reads it."""
     packed = base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
-    assert documents.pack_crcs(array("I", crcs)) == packed
-    assert list(documents.Fields({"crcs": packed}, "x").crcs("crcs", len(crcs))) == crcs
+    assert columns.pack_crcs(array("I", crcs)) == packed
+    assert list(Fields({"crcs": packed}, "x").crcs("crcs", len(crcs))) == crcs
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
 def test_packed_checksums_of_another_number_are_refused(text: str, count: int) -> None:
     """Text of another length, or that is not strictly base64, names the document."""
     with pytest.raises(FormatError, match=r"ranks/rank-00003\.json .*checksums") as caught:
-        documents.Fields({"crcs": text}, "ranks/rank-00003.json").crcs("crcs", count)
+        Fields({"crcs": text}, "ranks/rank-00003.json").crcs("crcs", count)
     assert caught.value.path == "ranks/rank-00003.json"
 
 
@@ -171,8 +172,8 @@ def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
     assert caught.value.path == "manifest.json"
 
 
-PACKED = documents.pack_column([n * n for n in range(100)])
-NAMES = documents.pack_names([f"model.layers.{n}.weight" for n in range(200)])
+PACKED = columns.pack_column([n * n for n in range(100)])
+NAMES = columns.pack_names([f"model.layers.{n}.weight" for n in range(200)])
 
 
 def deflated(data: bytes) -> str:
@@ -204,19 +205,19 @@ def test_what_is_packed_otherwise_than_it_says_is_refused(
     packed: dict[str, object], change: dict[str, object]
 ) -> None:
     """Another number or length, what is no stream at all, and texts that are no list of strings."""
-    fields = documents.Fields({"key": packed | change}, "here")
+    fields = Fields({"key": packed | change}, "here")
     with pytest.raises(FormatError, match="here"):
         fields.names("key") if packed is NAMES else fields.column("key")
 
 
 def test_bytes_behind_a_packed_stream_are_refused() -> None:
     """What stands there is no part of the column, so somebody else wrote it."""
-    packed: Any = documents.pack_column(range(300))
-    assert len(documents.Fields({"key": packed}, "here").column("key")) == 300
+    packed: Any = columns.pack_column(range(300))
+    assert len(Fields({"key": packed}, "here").column("key")) == 300
     data = base64.b64decode(packed["zlib"]) + b"more"
     packed["zlib"] = base64.b64encode(data).decode()
     with pytest.raises(FormatError, match="packed 'key'"):
-        documents.Fields({"key": packed}, "here").column("key")
+        Fields({"key": packed}, "here").column("key")
 
 
 def test_nothing_is_inflated_beyond_what_was_declared() -> None:
@@ -224,7 +225,7 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
     bomb = zlib.compressobj(9)
     data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
     body = {"key": {"count": 10, "zlib": base64.b64encode(data).decode()}}
-    fields = documents.Fields(body, "here")
+    fields = Fields(body, "here")
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
@@ -232,12 +233,12 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert fields.budget.remaining_bytes == documents.MAX_INFLATED_BYTES - 80
+    assert fields.budget.remaining_bytes == columns.MAX_INFLATED_BYTES - 80
 
 
 def test_all_columns_of_a_document_share_one_limit() -> None:
     """What one takes, the next cannot."""
-    fields = documents.Fields({"key": PACKED}, "here", documents.InflateBudget(1000))
+    fields = Fields({"key": PACKED}, "here", columns.InflateBudget(1000))
     fields.column("key")
     with pytest.raises(FormatError, match="declares more than"):
         fields.column("key")

@@ -26,8 +26,8 @@ from ckpt_storage.commit.report import Planned
 from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, seal, unseal
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.names import DTYPES
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource

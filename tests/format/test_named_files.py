@@ -26,7 +26,8 @@ from ckpt_storage import (
 )
 from ckpt_storage.format import exports
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.documents import Fields, FileRef, seal, unseal
+from ckpt_storage.format.documents import FileRef, seal, unseal
+from ckpt_storage.format.fields import Fields
 from ckpt_storage.format.manifest import Manifest
 
 NAMES = [name for name in (*UNSAFE, *UNSENDABLE, "", "s3:b", "x:y/z") if name != "\ud800"]

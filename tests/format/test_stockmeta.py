@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save as safetensors_save
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format import shard_item
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.safetensors import (
     SafetensorsEntry,
     SafetensorsHeader,

@@ -33,7 +33,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = [

@@ -34,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @pytest.fixture(autouse=True)
-def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def _anew() -> None:
     """Let each prune find out anew what its storage can do."""
-    monkeypatch.setattr(abilities, "_RECORDS", {})
+    abilities.RECORDS.clear()
 
 
 def at_times(store: tools.DictStore, *steps: int) -> tools.DictStore:

@@ -36,16 +36,14 @@ from rank_threads import (
 from ckpt_storage.background.messages import HeartbeatRequest
 from ckpt_storage.background.worker import _send_heartbeats
 from ckpt_storage.coordination import operation_rounds
+from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.heartbeats import Heartbeats, heartbeat_keys
 from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.keyvalue import StoreClient
-from ckpt_storage.coordination.liveness import (
-    FailureDetector,
-    Heartbeats,
-    RankProcess,
-    heartbeat_keys,
-)
+from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.processes import RankProcess
 from ckpt_storage.coordination.rounds import ByRank, UndecidedError
 from ckpt_storage.errors import (
     CheckpointError,
@@ -369,6 +367,28 @@ def test_a_failure_whose_release_is_lost_reaches_all_ranks_before_the_deadline()
         assert (error.rank, "on fire" in str(error)) == (1, True)
 
 
+def test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadline() -> None:
+    """A rank fails after the coordinator's last poll, and loses the store before the release."""
+    store = SharedStore()
+    claim = Fault(effect="hangs", rank=0, key="/1/2/verdict$", spares_reads=True)
+    store.add_fault(claim)
+    store.add_fault(Fault(effect="request lost", rank=1, key="/1/2/release$", count=1_000))
+
+    def cancel(operation: Operation) -> None:
+        assert claim.seen.wait(HANG_S)
+        operation.failed(SaveCancelledError("cancelled by the user"))
+        claim.released.set()
+
+    def inside(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (1, "writing"):
+            threading.Thread(target=cancel, args=[operation], daemon=True).start()
+
+    ended = values(run(group(store, 3), lambda ranks: rolling(ranks, 1, inside=inside)))
+    for error in (ended[0], ended[2]):
+        assert isinstance(error, SaveCancelledError), error
+        assert error.rank == 1
+
+
 # Cancels from another thread.
 
 
@@ -461,6 +481,28 @@ def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(cancell
     is_committed = committed.is_set()
     hanging.released.set()
     assert all((value == {1}) == is_committed for value in ended), ended
+
+
+# Loads.
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> None:
+    """Ranks that come to a number which another rank left after its deadline take the next."""
+
+    def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
+        try:
+            with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
+                identity = Identity(kind="the load", url=LAST, is_read=True)
+                return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
+        except PhaseTimeoutError as error:
+            return error
+
+    ranks = group(SharedStore(), 3)
+    (ended,) = values(run([ranks[alone]], partial(load, timeouts=SHORT))[:1])
+    assert isinstance(ended, PhaseTimeoutError)
+    assert values(run(ranks, load)) == ["read"] * 3
+    assert values(run(ranks, lambda of: rolling(of, 1))) == [{1}] * 3
 
 
 # The commit.
@@ -735,20 +777,18 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
     """In the first operation as well: the end of a process is reported, not its silence."""
     own, lost = RankProcess.own(), queue.SimpleQueue[tuple[list[int], str]]()
     assert own is not None
+    lane = Lane(SharedStore().keys_of(0), rank=0, global_ranks=range(2))
     detector = FailureDetector(
-        SharedStore().keys_of(0),
+        lane,
         Heartbeats(0),
         on_lost=lambda ranks, how: lost.put((list(ranks), how)),
         on_error=lambda error: pytest.fail(str(error)),
-        rank=0,
-        world_size=2,
-        key_of="alive/{}".format,
-        processes={},
         silence_s=600.0,
         name="watch",
     )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        detector.note_met({1: replace(own, pid=process.pid)})
+        lane.processes = {1: replace(own, pid=process.pid)}
+        detector.note_met()
         process.kill()
         assert lost.get(timeout=HANG_S) == ([1], "died")
     detector.stop()

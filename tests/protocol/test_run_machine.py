@@ -61,7 +61,7 @@ class Run(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def begin_process(self) -> None:
-        abilities.forget_all()  # as in a new process
+        abilities.RECORDS.clear()  # as in a new process
         self.manager = CheckpointManager(self.folder / "fast", timeout=HANG_S, mode="thread")
         self.fast_root, self.slow_root = (
             Root(Location.of(self.folder / name), StepNames()) for name in ("fast", "slow")

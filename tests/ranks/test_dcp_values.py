@@ -34,7 +34,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError, ProgressEvent
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads import tensors
 from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.store.backend import Range
@@ -239,7 +239,7 @@ def test_what_a_tensor_says_of_its_parts_counts_where_torch_asks(
     monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
     """Then no plan is kept for it; other releases take it for a whole one."""
-    monkeypatch.setattr(tensors, "_torch_reads_parts", known)
+    monkeypatch.setattr(tensors, "_torch_reads_chunks", known)
     state = {"part": marked(torch.ones(2, 3), (8, 3), ((0, 0),), ((0, 0),), ((2, 3),))}
     kept = structure_of(state, {"part": ("part",)}, rank=0, world_size=1)
     assert (kept is None) is known

@@ -183,7 +183,8 @@ class Scaled(torch.Tensor):
         cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         aten = torch.ops.aten
-        if function in {aten.detach.default, aten.view.default, aten.clone.default}:
+        same_elements = {aten.alias, aten.detach, aten.view, aten.clone}
+        if function in {packet.default for packet in same_elements}:
             return Scaled(args[0].codes, args[0].scale)
         if function is aten.is_pinned.default:
             return False
@@ -222,16 +223,28 @@ def sharded(codes: torch.Tensor, scale: torch.Tensor, *, rows: int = 4) -> DTens
     return made
 
 
+def test_a_subclass_that_stock_dcp_pickled_is_loaded(tmp_path: Path) -> None:
+    """Stock `dcp.save` stores it under its own name, as a whole."""
+    torch.serialization.add_safe_globals([Scaled])
+    state = {"w": Scaled(seeded(1, 300, dtype=torch.uint8), seeded(2, 3))}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    target = {"w": Scaled(torch.zeros(300, dtype=torch.uint8), torch.zeros(3))}
+    ckpt_storage.load(target, tmp_path)
+    assert same(target["w"].codes, state["w"].codes)
+    assert same(target["w"].scale, state["w"].scale)
+
+
 @on_ranks()
 def test_stock_dcp_restores_subclasses_inside_a_dtensor(rank: int, tmp_path: Path) -> None:
-    """Stock torch pickles the local part whole, and restores it with the same sharding."""
+    """Stock torch pickles the local part whole; both load it with the same sharding."""
     torch.serialization.add_safe_globals([Scaled])
     state = {"w": sharded(seeded(rank, 2, 3, dtype=torch.uint8), seeded(rank + 5, 3))}
     dcp.save(state, checkpoint_id=tmp_path)
-    target = {"w": sharded(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(3))}
-    dcp.load(target, checkpoint_id=tmp_path)
-    assert same(local_of(target["w"]).codes, local_of(state["w"]).codes)
-    assert same(local_of(target["w"]).scale, local_of(state["w"]).scale)
+    for load in (dcp_cases.load_stock, ckpt_storage.load):
+        target = {"w": sharded(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(3))}
+        load(target, tmp_path)
+        assert same(local_of(target["w"]).codes, local_of(state["w"]).codes)
+        assert same(local_of(target["w"]).scale, local_of(state["w"]).scale)
 
 
 def local_of(tensor: DTensor) -> Scaled:

@@ -192,7 +192,7 @@ def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
 @pytest.mark.parametrize("alone", [0, 1])
 @pytest.mark.parametrize("method", ["restore", "resume_info"])
 @on_ranks()
-def test_saves_go_on_after_a_restore_by_one_rank_alone(
+def test_saves_and_restores_go_on_after_a_restore_by_one_rank_alone(
     rank: int, tmp_path: Path, alone: int, method: str
 ) -> None:
     """The lone call fails and loads nothing; it counts on no rank."""
@@ -207,6 +207,7 @@ def test_saves_go_on_after_a_restore_by_one_rank_alone(
         for step in (2, 3):
             manager.save(step, state_of(step), sync_files=False)
         assert [info.step for info in manager.all()] == [1, 2, 3]
+        assert restore(manager).step == 3
 
 
 @pytest.mark.parametrize(

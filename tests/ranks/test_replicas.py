@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt_storage
 from ckpt_storage import CheckpointManager, RankMismatchError
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.saves import replicas
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import PLAN_CACHE

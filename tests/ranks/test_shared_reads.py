@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, PhaseTimeoutError, RankFailedError, Timeouts
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.operation_rounds import OperationRounds
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.loads import session, sharing
 from ckpt_storage.store.backend import Range
@@ -254,9 +254,9 @@ def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[
 
     Rank 1 fails in each kind of thread in each way.
     """
-    failed = Operation.failed
+    failed = OperationRounds.fail
 
-    def slowly(self: Operation, error: CheckpointError) -> None:
+    def slowly(self: OperationRounds, error: CheckpointError) -> None:
         time.sleep(0.2 if "it broke" in str(error) else 0.0)
         failed(self, error)
 
@@ -273,7 +273,7 @@ def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[
         with (
             eager(),
             patch.object(holder, name, fail),
-            patch.object(Operation, "failed", slowly),
+            patch.object(OperationRounds, "fail", slowly),
             pytest.raises((CheckpointError, KeyboardInterrupt)) as raised,
         ):
             load_small(rank, options, timeout=HANG_S)

@@ -195,16 +195,16 @@ def test_options_stay_with_their_storage_and_show_nowhere() -> None:
 
 
 def test_words_and_names_are_not_hidden() -> None:
-    """Only values under telling names, and long random ones, are credentials."""
+    """Only values under telling names are credentials."""
     scrub = scrubber(
         {"profile": "training", "cache": "/data/cache/of-run-12", "client_id": SECRET}, "s3://b"
     )
     for text in (
         "The read of s3://training-data/run failed at host:9000/a@b.",
         "/data/cache/of-run-12/job:7/x@best 10:30:00 a@b.c",
+        SECRET,
     ):
         assert scrub(text) == text
-    assert scrub(SECRET) == "***"
 
 
 def test_options_are_hidden_in_every_encoding() -> None:

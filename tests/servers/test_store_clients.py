@@ -387,7 +387,7 @@ def test_a_folder_on_azure_is_deleted_page_by_page() -> None:
             fs = SimpleNamespace(service_client=client)
             return asyncio.run(operation(fs, *args, **more))
 
-        async def _ask(self, fs: Any, method: str, path: str, *_: Any, **_named: Any) -> None:
+        async def _request(self, fs: Any, method: str, path: str, *_: Any, **_named: Any) -> None:
             assert method == "delete_blob"
             log.append(path)
             del fs

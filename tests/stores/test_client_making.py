@@ -9,7 +9,8 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 from remote_tools import ONCE
 
-from ckpt_storage.store import open_store
+from ckpt_storage.errors import StorageError
+from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.upload_facts import together
 
 
@@ -35,3 +36,29 @@ def test_clients_of_one_kind_are_made_one_at_a_time(registered: dict[str, type])
     assert at_once == []
     for store in stores:
         store.close()
+
+
+def test_clients_get_options_that_their_storage_needs(registered: dict[str, type]) -> None:
+    """Samba shares files that are open, and `auth` of a command line is a tuple (R13, R16)."""
+    options: list[dict[str, Any]] = []
+
+    class Recording(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        """Keeps what it is made with."""
+
+        cachable = False
+
+        def __init__(
+            self, share_access: str | None = None, auth: object = None, **others: Any
+        ) -> None:
+            super().__init__(**others)
+            options.append({"share_access": share_access, "auth": auth})
+
+    registered["smb"] = registered["webdav"] = Recording
+    for url in ("smb://host/data/run", "webdav://run"):
+        store = open_store(Location.of(url, {"auth": ["me", "password"]}), retry=ONCE)
+        with contextlib.suppress(StorageError):
+            store.stat("x")
+        store.close()
+    auth = ("me", "password")
+    assert options[0] == {"share_access": "rwd", "auth": auth}
+    assert options[-1] == {"share_access": None, "auth": auth}

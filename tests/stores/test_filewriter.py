@@ -132,7 +132,8 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     file.frame(frames[-1])
     content += frames[-1]
 
-    assert file.finish() == (len(content), crc32c(content))
+    whole = file.complete("x")
+    assert (whole.size_bytes, whole.crc32c) == (len(content), crc32c(content))
     assert file.frame_crcs == array("I", map(crc32c, frames))
     blocks = [p[at : at + BLOCK_BYTES] for p in payloads for at in range(0, len(p), BLOCK_BYTES)]
     assert file.block_crcs == array("I", map(crc32c, blocks))
@@ -171,7 +172,7 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     def write() -> None:
         file = writer(store, options)
         file.payload([memoryview(bytes(20 * PART_BYTES))])
-        file.finish()
+        file.complete("x")
 
     BUDGET.reset()
     thread = threading.Thread(target=write, daemon=True)

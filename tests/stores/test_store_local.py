@@ -154,6 +154,37 @@ def test_delete_folder_follows_no_link(store: Store, root: str, tmp_path: Path) 
     assert (outside / "precious").read_bytes() == b"data"
 
 
+def test_the_last_attempt_takes_empty_folders_along(store: Store, root: str) -> None:
+    """`saves` and `commits` go with the only attempt; a root without a checkpoint stays."""
+    store.make_folders(["saves/b", "others/c"])
+    store.delete_folder("others/c")
+    store.delete_folder("saves/a")
+    assert names_in(Path(root)) == ["commits", "others", "saves"]
+    store.delete_folder("saves/b")
+    assert names_in(Path(root)) == ["others"]
+    store.make_folders(["saves/a", "commits"])
+    store.put("commits/x", b"data")
+    store.delete_folder("saves/a")
+    assert names_in(Path(root)) == ["commits", "others"]
+
+
+def test_folders_are_made_while_another_attempt_takes_empty_ones_along(root: str) -> None:
+    """A parent that vanishes between two calls is made again."""
+
+    class _Vanishing(Posix):
+        is_armed = True
+
+        def mkdir(self, path: str) -> None:
+            if path.endswith("saves/b") and self.is_armed:
+                self.is_armed = False
+                Path(path).parent.rmdir()
+            super().mkdir(path)
+
+    store = local_store(root, posix=_Vanishing())
+    store.make_folders(["commits", "saves/b", "saves/b/ranks"])
+    assert Path(root, "saves/b/ranks").is_dir()
+
+
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])
 def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     """ESTALE once is mended by opening the file again; twice it is an error to retry later."""

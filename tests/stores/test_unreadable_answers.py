@@ -120,6 +120,6 @@ def test_a_save_to_a_port_of_something_else_says_so() -> None:
     with answering(lambda _: b"+PONG\r\n") as place:
         inner = {"endpoint_url": f"http://{place}", "region_name": "us-east-1"}
         options = {"key": KEY, "secret": SECRET, "client_kwargs": inner}
-        with pytest.raises(StorageError, match="no answer of HTTP") as caught:
+        with pytest.raises(StorageError, match="no HTTP response") as caught:
             ckpt_storage.save({"step": 1}, "s3://bkt/run", storage_options=options, retry=ONCE)
         assert caught.value.kind == "bad-response"

@@ -32,7 +32,7 @@ from ckpt_storage.integrations.torch_checkpointing import (
     CheckpointStorageResharder,
     manager_config,
 )
-from ckpt_storage.saves.files import FileStream
+from ckpt_storage.saves.file_streams import FileStream
 
 ROWS = 4096
 

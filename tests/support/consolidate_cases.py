@@ -21,7 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ckpt_storage
 from ckpt_storage import ConsolidationReport, RetryPolicy, consolidate
-from ckpt_storage.format.names import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 
 INDEX = "model.safetensors.index.json"
 QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.01, max_delay_s=0.02)

@@ -11,7 +11,8 @@ requests and replies, broken connections, a stopped store, requests that arrive 
   that an earlier incarnation gave up.
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
   one that is not.
-* I4 Every call ends. No rank waits for its deadline in a number that another rank has left.
+* I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
+  none in a round that has failed, if the coordinator has come to it and can reach the store.
 * I6 The coordinator deletes the files of a failed attempt only after all ranks have left it.
 
 A deadline expires at any time, which is a fault, or where nothing else can happen. Keys of earlier
@@ -110,8 +111,8 @@ Fault = tuple[str, Local, dict[Any, Any] | None, Ghost | None]
 PROMPT = {"late", "skip", "raise", "raise unknown", "cancel"}
 """Faults after which every rank can still reach the store."""
 
-READS = {"get", "wait", "wait for good", "look", "linger"}
-WAITS = {"wait", "look", "linger"}
+READS = {"get", "wait", "wait for good", "poll", "look", "look at present", "linger"}
+WAITS = {"wait", "poll", "look", "linger"}
 OF_STORAGE = {"commit", "ask"}
 
 
@@ -173,10 +174,9 @@ class Search:
                 self._delete(store, *key[:2])
         elif kind in ("fail", "claim"):
             value = CLAIMED if kind == "claim" else (request[2],)
-            value = store.setdefault((*key, "verdict"), value)
-            if value != CLAIMED:
-                store[*key, "release"] = value
-            return value
+            return store.setdefault((*key, "verdict"), value)
+        elif kind == "publish":
+            store[*key, "release"] = request[2]
         elif kind == "join":
             return store.setdefault(key, request[2])
         elif kind == "disown":
@@ -189,8 +189,10 @@ class Search:
 
     def _read(self, store: dict[Any, Any], request: Request) -> Reply:
         kind, key = request
-        if kind == "look":
-            return self._look(store, key)
+        if kind == "poll":
+            return self._poll(store, key)
+        if kind in ("look", "look at present"):
+            return self._look(store, key, is_complete=kind == "look")
         if kind == "linger":
             return OK if store.get((*key, "left"), 0) >= self.scenario.world else None
         return store.get(key, ABSENT if kind == "get" else None)
@@ -206,18 +208,26 @@ class Search:
             self._delete(store, token, number)
         store[*round_, "release"] = OK
 
-    def _look(self, store: dict[Any, Any], round_: tuple[int, int, int]) -> Reply:
-        token, number, round_number = round_
-        value = store.get((*round_, "release"))
+    def _poll(self, store: dict[Any, Any], round_: tuple[int, int, int]) -> Reply:
+        value = store.get((*round_, "verdict" if self.rules.poll_verdict else "release"))
         if is_failed(value):
             return value
+        return None if self._look(store, round_, is_complete=True) is None else ABSENT
+
+    def _look(
+        self, store: dict[Any, Any], round_: tuple[int, int, int], *, is_complete: bool
+    ) -> Reply:
+        """Return what the coordinator decides; if not all payloads are there, wait (None)."""
+        token, number, round_number = round_
+        if not all((*round_, "from", m) in store for m in self.members) and is_complete:
+            return None
         if round_number == 2:
-            return OK if all((*round_, "from", m) in store for m in self.members) else None
+            return OK
         ranks = range(self.scenario.world)
         now = [store.get((*round_, "from", r), [None])[0] for r in ranks]
         numbers = range(1 if self.rules.long_memory else number - 1, number)
         before = [[store.get((token, n, 1, "from", r), [None])[0] for r in ranks] for n in numbers]
-        return decide(now, before, self.rules)
+        return decide(now, before, self.rules) or OVER
 
     # The storage, and the invariants.
 
@@ -357,7 +367,7 @@ class Search:
     def _commutes(self, state: State, local: Local, request: Request) -> bool:
         if self._has_sessions or local.is_over or local.is_broken:
             return False
-        if request[0] == "release":
+        if request[0] in ("release", "publish"):
             return not any(self.locals.values[number].is_over for number in state.locals)
         return bool(request[0] == "wait" or (request[0] == "arrive" and request[1][2] == 2))
 
@@ -390,9 +400,26 @@ class Search:
                 continue
             if self._is_prompt and request[0] != "linger" and local.rank.number < highest:
                 raise ViolationError(f"I4: rank {me} waits in a number that another has left")
+            if self._has_failed(state, request):
+                raise ViolationError(f"I4: rank {me} waits in a round that has failed")
             if not self.scenario.budget:
                 raise ViolationError(f"I4: rank {me} waits for its deadline, without any fault")
             yield f"deadline of rank {me}", self.put(state, me, local._replace(is_over=True))
+
+    def _has_failed(self, state: State, request: Request) -> bool:
+        """Return whether a rank waits in a failed round, and the coordinator could release it."""
+        coordinator = self.locals.values[state.locals[0]]
+        if coordinator.phase == "dead" or coordinator.is_broken or request[0] == "linger":
+            return False
+        round_ = request[1][:3]
+        if coordinator.rank.number + (coordinator.phase != "idle") < round_[1]:
+            return False
+        # A coordinator that lost the store for a moment publishes the failure in its next call.
+        is_pending = any(number == round_[1] for number, _ in coordinator.rank.pending)
+        if is_pending or self.ghosts.values[state.ghost].in_flight:
+            return False
+        store = dict(self.stores.values[state.store])
+        return is_failed(store.get((*round_, "verdict")))
 
     # Faults.
 
@@ -456,13 +483,8 @@ class Search:
             return
         store = dict(self.stores.values[state.store])
         self.apply(store, request)
-        half = dict(self.stores.values[state.store])
-        if request[0] == "fail":
-            half.setdefault((*request[1], "verdict"), (request[2],))
         for after, note in ((down, ""), (broken, ", connection broken")):
             yield f"reply to {_show(request)} lost{note}", after, store, None
-            if request[0] == "fail":
-                yield f"only the verdict of {_show(request)} is set{note}", after, half, None
             if "delay" in faults:
                 ghost = self.ghosts.values[state.ghost]
                 ghost = ghost._replace(in_flight=(*ghost.in_flight, request))
@@ -475,7 +497,13 @@ class Search:
         if phase in ("arrive", "wait", "collect", "report") and local.rank.token:
             round_ = 2 if local.phase in ("report", "wait2", "collect2") else 1
             key = (local.rank.token, local.rank.number + 1, round_)
-            self.apply(store, ("fail", key, self.protocol.own(me, local.rank)))
+            verdict = self.apply(store, ("fail", key, self.protocol.own(me, local.rank)))
+            if is_failed(verdict):
+                # Another thread than that of the call.
+                ghost = self.ghosts.values[state.ghost]
+                ghost = ghost._replace(in_flight=(*ghost.in_flight, ("publish", key, verdict)))
+                yield "is cancelled", local._replace(is_over=True), store, ghost
+                return
         yield "is cancelled", local._replace(is_over=True), store, None
 
     def _stop(self, state: State) -> State:
@@ -628,6 +656,9 @@ RAISES = ("raise", "raise unknown", "raise alone")
 STORE = ("lost", "commit")
 KNOWN: tuple[Literal["steps", "none"], ...] = ("steps", "none")
 
+_HALF = Scenario(name="half a failure", faults=("raise", "kill", "lost"), budget=2)
+"""A rank sets the verdict, and dies or loses the store before it writes the release."""
+
 _SIDES = Scenario(name="two URLs", faults=(), budget=0, operations="sides", is_live=False)
 
 SHORT = (
@@ -635,6 +666,7 @@ SHORT = (
     Scenario(name="steps in lockstep", faults=(*RAISES, "late", "skip"), lockstep=True),
     Scenario(name="two of late and skip", faults=("late", "skip"), budget=2),
     Scenario(name="dead ranks", faults=("kill", "stop")),
+    _HALF,
     Scenario(name="lost requests", faults=STORE),
     Scenario(name="delayed requests", faults=("lost", "delay", "stop"), world=2),
     Scenario(name="steps unknown", faults=(*RAISES, "late", "cancel", "lost"), operations="none"),
@@ -724,6 +756,8 @@ DROPPED = {
     "count_failed": (replace(_RAISE, lockstep=False, operations="none"), "I1"),
     "release_failed": (_RAISE, "I4"),
     "report_pending": (_LOST, "I2"),
+    "poll_verdict": (_HALF, "I4"),
+    "publish_failure": (_HALF, "I4"),
     "fail_next": (Scenario(name="kill", faults=("kill",)), "I4"),
     "doubt": (_LATE, "I3"),
     "publish_again": (_LOST, "I2"),

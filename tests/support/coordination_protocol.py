@@ -4,9 +4,13 @@ A rank runs a call in phases. A phase is a generator that yields requests to the
 and to the storage, gets their replies, and returns the next phase; one request is one atomic
 step. `coordination_model` searches all orders of these steps.
 
+A failure takes two requests: a `compare_set` of the verdict (`fail`), then a `set` of the release
+(`publish`). A poll of the coordinator takes two: it reads the verdict (`poll`), then the payloads
+(`look`).
+
 Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once is like a
-success, so a request fails only for good. The coordinator polls, so it may look at any time. A
-`compare_set` of a verdict and the `set` of the release are one request. Other terms than the
+success, so a request fails only for good. A poll that would see nothing is left out: the
+coordinator waits until its next poll would see a failure or all payloads. Other terms than the
 operation (options) are left out: a mismatch fails all ranks, as operations that are neither equal
 nor ordered do. The nonce of a rank is its incarnation. The number of restarts in a token, which
 only saves calls, is left out.
@@ -62,6 +66,10 @@ class Rules:
     """It also releases that number with its error."""
     report_pending: bool = True
     """A call that could not reach the store is failed by the next call."""
+    poll_verdict: bool = True
+    """The coordinator reads the verdict in each poll, not the release."""
+    publish_failure: bool = True
+    """A coordinator that reads a failure in the verdict also writes the release."""
     fail_next: bool = True
     """A failure that lost round 1 to the claim fails round 2."""
     doubt: bool = True
@@ -269,12 +277,12 @@ class Protocol:
             if (yield ("release", (rank.token, number, 2))) == DOWN:
                 return "unsent", rank
             return "settle", rank._replace(pending=rank.pending[1:])
-        verdict = yield ("fail", (rank.token, number, 1), identity)
+        verdict = yield from self._fail((rank.token, number, 1), identity)
         if verdict == CLAIMED:
             if me == 0:
                 verdict = yield ("disown", (rank.token, number, 1), identity)
             if verdict != DOWN:
-                verdict = yield ("fail", (rank.token, number, 2), identity)
+                verdict = yield from self._fail((rank.token, number, 2), identity)
             if verdict == CLAIMED and me == 0:
                 verdict = yield ("disown", (rank.token, number, 2), identity)
         if verdict == DOWN:
@@ -312,20 +320,45 @@ class Protocol:
     def collect1(self, me: int, rank: Rank) -> Phase:
         """Decide over those that arrived, as the coordinator."""
         round_ = (rank.token, rank.number + 1, 1)
-        decision = yield ("look", round_)
+        decision = yield from self._poll(round_)
+        if decision == OVER:
+            decision = yield ("look at present", round_)
         if decision in (OVER, DOWN):
             return "fail1", rank
         if decision == OK:
-            decision = yield ("claim", round_)
+            decision = yield from self._claim(round_)
             if decision == CLAIMED:
                 decision = yield ("release", round_)
             if decision == OK:
                 return "collect2", rank
         elif not is_failed(decision[0]):
-            decision = yield ("fail", round_, decision)
+            decision = yield from self._fail(round_, decision)
         if decision in (DOWN, CLAIMED):
             return "fail1", rank
         return (yield from self._abandoned(me, rank, decision[0]))
+
+    def _poll(self, round_: tuple[int, int, int]) -> Generator[Request, Reply, Reply]:
+        """Poll once, as the coordinator: the verdict, then the payloads."""
+        verdict = yield ("poll", round_)
+        if is_failed(verdict):
+            return (yield from self._claim(round_))
+        return verdict if verdict in (OVER, DOWN) else (yield ("look", round_))
+
+    def _claim(self, round_: tuple[int, int, int]) -> Generator[Request, Reply, Reply]:
+        """Set the verdict unless the round has failed; write the release of that failure."""
+        verdict = yield ("claim", round_)
+        if not is_failed(verdict) or not self.rules.publish_failure:
+            return verdict
+        return verdict if (yield ("publish", round_, verdict)) == OK else DOWN
+
+    def _fail(
+        self, round_: tuple[int, int, int], identity: Identity
+    ) -> Generator[Request, Reply, Reply]:
+        """Set the verdict, then the release; return the verdict."""
+        verdict = yield ("fail", round_, identity)
+        if not is_failed(verdict):
+            return verdict
+        return verdict if (yield ("publish", round_, verdict)) == OK else DOWN
 
     def _abandoned(self, me: int, rank: Rank, identity: Identity) -> Phase:
         own = self.own(me, rank)
@@ -357,9 +390,9 @@ class Protocol:
     def collect2(self, me: int, rank: Rank) -> Phase:
         """Commit when all have reported, as the coordinator."""
         round_ = (rank.token, rank.number + 1, 2)
-        decision = yield ("look", round_)
+        decision = yield from self._poll(round_)
         if decision == OK:
-            decision = (yield ("claim", round_)) if self.rules.claim else CLAIMED
+            decision = (yield from self._claim(round_)) if self.rules.claim else CLAIMED
         if decision in (OVER, DOWN):
             return "fail2", rank
         if decision != CLAIMED:
@@ -382,7 +415,7 @@ class Protocol:
             yield ("end", "failed")
             number = rank.number + self.rules.count_failed
             return "idle", rank._replace(call=rank.call + 1, raising=0, number=number)
-        verdict = yield ("fail", round_, identity)
+        verdict = yield from self._fail(round_, identity)
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED:
@@ -397,7 +430,7 @@ class Protocol:
     def fail2(self, me: int, rank: Rank) -> Phase:
         """Fail the commit round; behind a claim, ask the storage."""
         round_ = (rank.token, rank.number + 1, 2)
-        verdict = yield ("fail", round_, self.own(me, rank))
+        verdict = yield from self._fail(round_, self.own(me, rank))
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED or not (rank.has_reported or me == 0):

@@ -86,13 +86,13 @@ class ScriptedBackends:
     @contextmanager
     def playing(self, script: Script) -> Iterator[None]:
         """Have the stores that are opened in the block play a script, as a new process."""
-        abilities.forget_all()
+        abilities.RECORDS.clear()
         self._script = script
         try:
             yield
         finally:
             self._script = None
-            abilities.forget_all()
+            abilities.RECORDS.clear()
 
 
 class Racing(Script):

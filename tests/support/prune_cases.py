@@ -201,7 +201,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     tools.take_in_turn(monkeypatch, tools.IN_TURN[0])
     monkeypatch.setattr(root_module, "check_part", unreadable)
-    monkeypatch.setattr(abilities, "_RECORDS", {})
+    abilities.RECORDS.clear()
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 
 
@@ -325,7 +325,7 @@ def check_race(capabilities: Capabilities, name: str, seeds: range, *, systemati
     count = steps = 0
     outcomes: Counter[str] = Counter()
     for choose in itertools.chain(in_order, at_random):
-        abilities.forget_all()  # as in a new process
+        abilities.RECORDS.clear()  # as in a new process
         disk = origin.copy()
         by_hand = any(kind == "delete" for kind, _ in jobs)
         watch = RaceWatch(disk, kept, by_hand=by_hand)

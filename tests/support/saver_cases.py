@@ -161,14 +161,14 @@ def _patch() -> None:
     """Let saves look whether they are held; once a process."""
     _stop(RankSave, "propose", "local plan")
     _stop(shards, "write_shard", "write")
-    await_release = Member.await_release
+    answer = Member.answer
 
-    def stopping(self: Member) -> Any:
+    def stopping(self: Member, *decision: object, **options: Any) -> Any:
         if self._rounds.is_commit:
             _pass("outcome")
-        return await_release(self)
+        return answer(self, *decision, **options)
 
-    Member.await_release = stopping  # type: ignore[method-assign]  # for the process
+    Member.answer = stopping  # type: ignore[method-assign]  # for the process
     _stop(assembly, "commit", "commit", "committed")
 
 

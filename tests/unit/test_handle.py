@@ -28,7 +28,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.background import interpreter_exit
 from ckpt_storage.background.handle import SaveStatus
-from ckpt_storage.coordination.liveness import Heartbeats, RankProgress
+from ckpt_storage.coordination.heartbeats import Heartbeats, RankProgress
 from ckpt_storage.options import Phase, Timeouts
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -36,8 +35,7 @@ end.set()
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("ionice"),
-    reason="needs Linux on x86_64 and util-linux",
+    sys.platform != "linux" or not shutil.which("ionice"), reason="needs Linux and util-linux"
 )
 @pytest.mark.parametrize(
     ("io_class", "shown"), [("idle", "idle"), ("best-effort", "best-effort: prio 7")]
@@ -55,10 +53,10 @@ def test_all_threads_have_the_priorities(io_class: str, shown: str) -> None:
 def test_what_the_system_refuses_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A priority that needs a privilege, or an unknown machine, ends no worker."""
-    monkeypatch.setattr(platform, "machine", lambda: "abacus")
+    """A priority that needs a privilege, or a system without ionice, ends no worker."""
+    monkeypatch.setenv("PATH", "")
     apply_priorities(None, "idle")
-    assert "abacus" in caplog.text
+    assert "No such file or directory: 'ionice'" in caplog.text
     caplog.clear()
 
     def refused(*_: int) -> None:
@@ -91,8 +89,7 @@ def test_the_ends_of_the_range_are_priorities() -> None:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("ionice"),
-    reason="needs Linux on x86_64 and util-linux",
+    sys.platform != "linux" or not shutil.which("ionice"), reason="needs Linux and util-linux"
 )
 def test_workers_have_the_priorities_and_the_trainer_has_not(tmp_path: Path) -> None:
     """So also the worker that takes the place of one that was killed."""

@@ -25,9 +25,9 @@ from ckpt_storage.background.worker import Worker
 from ckpt_storage.background.worker_process import WorkerProcess
 from ckpt_storage.background.worker_save import WorkerSave
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.heartbeats import RankProgress
 from ckpt_storage.coordination.keyvalue import LostStoreError
 from ckpt_storage.coordination.lane import Lane
-from ckpt_storage.coordination.liveness import RankProgress
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,

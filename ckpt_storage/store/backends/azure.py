@@ -62,7 +62,7 @@ class AzureBackend(clouds.CloudBackend):
     """Blob Storage has no ranges that count from the end."""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
-        blob = await self._ask(fs, "get_blob_properties", path)
+        blob = await self._request(fs, "get_blob_properties", path)
         if _is_folder(blob):
             raise FileNotFoundError(path)
         write_id = (blob.metadata or {}).get(_WRITE_ID, "")
@@ -74,7 +74,7 @@ class AzureBackend(clouds.CloudBackend):
     ) -> AsyncIterator[clouds.Body]:
         """Get Blob; the SDK holds up to 32 MiB of it before the first piece."""
         span = {} if start is None else {"offset": start, "length": length}
-        stream = await self._ask(fs, "download_blob", path, **span)
+        stream = await self._request(fs, "download_blob", path, **span)
         first, total_bytes = clouds.span_of(stream.properties.content_range, stream.size)
         version = stream.properties.etag
         yield clouds.Body(
@@ -93,7 +93,7 @@ class AzureBackend(clouds.CloudBackend):
         body = b"".join(data)
         options = {"length": len(body), "overwrite": True, "metadata": _metadata(write_id)}
         options["validate_content"] = True  # an MD5 that the service checks
-        await self._ask(fs, "upload_blob", path, io.BytesIO(body), **options, **terms)
+        await self._request(fs, "upload_blob", path, io.BytesIO(body), **options, **terms)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete blobs, but none with "." or ".." in its path.
@@ -108,7 +108,7 @@ class AzureBackend(clouds.CloudBackend):
 
     async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
         # `_page` appended a slash to blobs that stand for folders.
-        await self._ask(fs, "delete_blob", path.removesuffix("/"), **terms)
+        await self._request(fs, "delete_blob", path.removesuffix("/"), **terms)
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         container = fs.service_client.get_container_client(self._place[0])
@@ -152,7 +152,7 @@ class AzureBackend(clouds.CloudBackend):
         # All names of a blob's blocks must have the same length.
         block_id = base64.b64encode(f"{token}-{part.number:06d}".encode()).decode()
         checked = {"length": len(body), "validate_content": True}
-        self._run(self._ask, "stage_block", path, block_id, io.BytesIO(body), **checked)
+        self._run(self._request, "stage_block", path, block_id, io.BytesIO(body), **checked)
         return block_id
 
     def complete_upload(
@@ -162,22 +162,17 @@ class AzureBackend(clouds.CloudBackend):
         from azure.storage.blob import BlobBlock  # noqa: PLC0415  # comes with adlfs
 
         blocks = [BlobBlock(block_id=part.receipt) for part in parts]
-        self._run(self._ask, "commit_block_list", path, blocks, metadata=_metadata(write_id))
+        self._run(self._request, "commit_block_list", path, blocks, metadata=_metadata(write_id))
 
     def abort_upload(self, path: str, token: str) -> None:
         """Do nothing: blocks that are not committed cannot be removed."""
-
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"azure {self.endpoint} {self._place[0]}"
-        url = f"{self._location.url}/{path}"
-        return CopySource(scope=scope, address=self._name(path), path=url)
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> None:
         """Copy Blob within the account, which continues after its response; reports no checksum."""
 
         async def begin(fs: ForeignFs) -> None:
             blob = fs.service_client.get_blob_client(self._place[0], source.address)
-            await self._ask(fs, "start_copy_from_url", path, blob.url)
+            await self._request(fs, "start_copy_from_url", path, blob.url)
 
         try:
             self._run(begin)
@@ -187,7 +182,7 @@ class AzureBackend(clouds.CloudBackend):
                 raise UnsupportedByStoreError(what, kind="unsupported") from error
             raise
         while True:
-            blob = self._run(self._ask, "get_blob_properties", path)
+            blob = self._run(self._request, "get_blob_properties", path)
             if blob.copy.status != "pending":
                 break
             report_progress()
@@ -197,7 +192,7 @@ class AzureBackend(clouds.CloudBackend):
             raise StorageError(what, retryable=True, next_step="Copy again.")
         check_copied(source, blob.size, size_bytes)
 
-    async def _ask(
+    async def _request(
         self, fs: ForeignFs, method: str, path: str, *arguments: Any, **named: Any
     ) -> Any:
         """Call a method of the SDK's client of one blob, which shares the service's connections."""

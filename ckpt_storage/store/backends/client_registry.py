@@ -1,7 +1,8 @@
 """Instances of fsspec file systems in this process: who shares them, and how they end.
 
-An asynchronous file system has one instance, on the event loop of this module; a synchronous one
-has one for each running call and each open upload. A child of fork uses nothing that it inherited.
+An asynchronous file system has one instance, on the event loop of this module; a synchronous file
+system has one for each running call and each open upload. A child of fork uses nothing that it
+inherited.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class ClientBackend(Backend):
             place = place.partition("@")[2]
         elif location.protocol in _ONE_FOR_ALL:
             place = ""
-        # With the class, as another one may be registered for the protocol later.
+        # With the class, as another class may be registered for the protocol later.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
 
     def explain(self, error: BaseException) -> StorageError | None:
@@ -84,15 +84,14 @@ class ClientBackend(Backend):
             meaning = explain(failure, "look", self._location.url, scrub=self._scrub)
             if meaning.kind in {"permission", "unsupported"}:
                 return None
-            return self._absent_bucket(bucket) if meaning.kind == "not-found" else meaning
+            if meaning.kind != "not-found":
+                return meaning
+            where = f" at {self.endpoint}" if self.endpoint else ""
+            what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
+            step = "Check the name, or create it first: this package never creates one."
+            return StorageError(what, path=self._location.url, next_step=step)
         _SEEN_PLACES.add((self._key, bucket))
         return None
-
-    def _absent_bucket(self, bucket: str) -> StorageError:
-        where = f" at {self.endpoint}" if self.endpoint else ""
-        what = f"There is no {bucket!r}{where}, in which {self._location.url} would lie."
-        step = "Check the name, or create it first: this package never creates one."
-        return StorageError(what, path=self._location.url, next_step=step)
 
     @property
     @abc.abstractmethod
@@ -115,7 +114,7 @@ class ClientBackend(Backend):
         for page in self._pages(prefix, recursive=recursive):
             for info in page:
                 name = info.path.rpartition("/")[2]
-                # Consoles create empty objects for folders, also for the listed one.
+                # Consoles create empty objects for folders, also for the listed folder.
                 is_child = not recursive and info.path.strip("/") != prefix
                 is_shown = not is_temp_name(name) if name else is_child
                 if is_shown:

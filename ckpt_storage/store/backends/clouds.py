@@ -16,11 +16,12 @@ from ckpt_storage.store.backend import (
     Buffers,
     Capabilities,
     Content,
+    CopySource,
     ObjectInfo,
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.problems import HttpFailure, answer_in, meaning_of, unless_absent
+from ckpt_storage.store.problems import HttpFailure, meaning_of, response_in, unless_absent
 from ckpt_storage.store.threads import report_progress
 
 from .client_registry import ForeignFs
@@ -69,7 +70,7 @@ class CloudBackend(ClientBackend):
     def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> contextlib.AbstractAsyncContextManager[Body]:
-        """Request an object, or with `start` a range; a negative one: the last `length` bytes."""
+        """Request an object, or a range; with a negative `start`, the last `length` bytes."""
 
     @abc.abstractmethod
     async def _put(
@@ -79,7 +80,7 @@ class CloudBackend(ClientBackend):
 
     @abc.abstractmethod
     async def _delete(self, fs: ForeignFs, path: str, terms: Preconditions) -> None:
-        """Delete an object; an absent one may be an error."""
+        """Delete an object; an absent object may be an error."""
 
     @abc.abstractmethod
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
@@ -175,7 +176,7 @@ class CloudBackend(ClientBackend):
             results = await asyncio.gather(*calls, return_exceptions=True)
             failures = [error for error in results if error is not None]
             if failures:
-                # Rather one that is final.
+                # Prefer a final error.
                 raise min(failures, key=lambda error: meaning_of(error).retryable)
 
         for start in range(0, len(paths), _AT_ONCE):
@@ -193,6 +194,12 @@ class CloudBackend(ClientBackend):
                     what = f"{path}: this server refuses the version that it reports."
                     raise UnsupportedByStoreError(what, kind="unsupported") from error
                 raise
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object; copies are made within a bucket."""
+        scope = f"{self.capabilities.kind} {self.endpoint} {self._bucket}"
+        address, url = self._name(path), f"{self._location.url}/{path}"
+        return CopySource(scope=scope, address=address, path=url)
 
     def delete_folder(self, path: str) -> None:
         folders: set[str] = set()
@@ -222,8 +229,8 @@ class CloudBackend(ClientBackend):
         return self._place[0]
 
     def _may_lack_bucket(self, error: BaseException) -> bool:
-        answer = answer_in(error)
-        return isinstance(answer, HttpFailure) and answer.error_code in _CODES_OF_BOTH
+        response = response_in(error)
+        return isinstance(response, HttpFailure) and response.error_code in _CODES_OF_BOTH
 
     def _check_bucket(self) -> None:
         self._run(self._page, self._name(""), None, recursive=False)
@@ -233,7 +240,7 @@ class CloudBackend(ClientBackend):
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:
-        """Return the path of an object below the root; for others an absolute one.
+        """Return the path of an object below the root; for others an absolute path.
 
         `Store.list` skips absolute paths.
         """

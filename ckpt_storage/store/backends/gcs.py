@@ -20,7 +20,7 @@ from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import Buffers, CopySource, Part, Settings
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import (
-    ForeignAnswer,
+    ForeignResponse,
     HttpFailure,
     check_copied,
     damaged,
@@ -72,14 +72,16 @@ class GcsBackend(clouds.CloudBackend):
     ) -> AsyncIterator[clouds.Body]:
         headers = {} if start is None else {"Range": clouds.range_header(start, length)}
         address = f"/download{self._address(path)}"
-        async with self._ask(fs, "GET", address, query={"alt": "media"}, headers=headers) as answer:
-            version = answer.headers.get("X-Goog-Generation")
+        async with self._request(
+            fs, "GET", address, query={"alt": "media"}, headers=headers
+        ) as response:
+            version = response.headers.get("X-Goog-Generation")
             if version is None and (start is None or start < 0):
-                raise ForeignAnswer("X-Goog-Generation")
+                raise ForeignResponse("X-Goog-Generation")
             first, total_bytes = clouds.span_of(
-                answer.headers.get("Content-Range"), answer.content_length
+                response.headers.get("Content-Range"), response.content_length
             )
-            pieces = answer.content.iter_any()
+            pieces = response.content.iter_any()
             yield clouds.Body(pieces=pieces, first=first, total_bytes=total_bytes, version=version)
 
     async def _put(
@@ -107,7 +109,7 @@ class GcsBackend(clouds.CloudBackend):
         await self._remove(fs, self._address(path), query=terms)
 
     async def _remove(self, fs: ForeignFs, /, address: str, **more: Any) -> None:
-        async with self._ask(fs, "DELETE", address, **more):
+        async with self._request(fs, "DELETE", address, **more):
             pass
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
@@ -139,12 +141,14 @@ class GcsBackend(clouds.CloudBackend):
         async def begin(fs: ForeignFs) -> str:
             headers = {"Content-Type": "application/json; charset=UTF-8"}
             at = f"/upload{self._objects}"
-            async with self._ask(fs, "POST", at, query=query, headers=headers, data=data) as answer:
-                return str(answer.headers.get("Location", ""))
+            async with self._request(
+                fs, "POST", at, query=query, headers=headers, data=data
+            ) as response:
+                return str(response.headers.get("Location", ""))
 
         session = self._run(begin)
         if not session:
-            raise ForeignAnswer("address for the upload")
+            raise ForeignResponse("address for the upload")
         self._sessions[session] = 0, None
         return session
 
@@ -190,12 +194,6 @@ class GcsBackend(clouds.CloudBackend):
                 if error.status != _CANCELLED:
                     raise
 
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"gcs {self.endpoint} {self._place[0]}"
-        return CopySource(
-            scope=scope, address=self._name(path), path=f"{self._location.url}/{path}"
-        )
-
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
         """Send Rewrite requests, each with the token of the response before, until it is done.
 
@@ -208,11 +206,11 @@ class GcsBackend(clouds.CloudBackend):
             kind = "rewriteResponse"
             return await self._document(fs, "POST", address, kind, data=b"", query=query)
 
-        answer = self._run(rewrite, {})
-        while not answer["done"]:
+        response = self._run(rewrite, {})
+        while not response["done"]:
             report_progress()
-            answer = self._run(rewrite, {"rewriteToken": answer["rewriteToken"]})
-        made = answer["resource"]
+            response = self._run(rewrite, {"rewriteToken": response["rewriteToken"]})
+        made = response["resource"]
         check_copied(source, int(made["size"]), size_bytes)
         crc32c = made.get("crc32c")
         return clouds.decoded(crc32c) if crc32c else None
@@ -228,24 +226,14 @@ class GcsBackend(clouds.CloudBackend):
         headers = {"Content-Range": f"bytes {span}/{'*' if total_bytes is None else total_bytes}"}
 
         async def send(fs: ForeignFs) -> tuple[int, str | None]:
-            async with self._ask(fs, "PUT", session, headers=headers, data=data) as answer:
-                if answer.status != _GOES_ON:
-                    stored = _checked(await answer.read())
+            async with self._request(fs, "PUT", session, headers=headers, data=data) as response:
+                if response.status != _GOES_ON:
+                    stored = _checked(await response.read())
                     return int(stored["size"]), str(stored.get("crc32c", ""))
-                end = answer.headers.get("Range", "").rpartition("-")[2]
+                end = response.headers.get("Range", "").rpartition("-")[2]
                 return int(end) + 1 if end.isdigit() else 0, None  # "bytes=0-524287" is 524288
 
         return self._run(send)
-
-    def _paying_project(self, project: str | None) -> str:
-        """Return the project to bill. Raises `InvalidInputError` if none is known."""
-        if project:
-            return project
-        raise InvalidInputError(
-            f"requester_pays is set for {self._location.url}, but no project to bill is known.",
-            path=self._location.url,
-            next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
-        )
 
     @property
     def _objects(self) -> str:
@@ -259,11 +247,11 @@ class GcsBackend(clouds.CloudBackend):
         self, fs: ForeignFs, method: str, address: str, kind: str = "object", **more: Any
     ) -> Mapping[str, Any]:
         """Send one request and return its response, a JSON document of that kind."""
-        async with self._ask(fs, method, address, **more) as answer:
-            return _checked(await answer.read(), kind)
+        async with self._request(fs, method, address, **more) as response:
+            return _checked(await response.read(), kind)
 
     @contextlib.asynccontextmanager
-    async def _ask(
+    async def _request(
         self,
         fs: ForeignFs,
         method: str,
@@ -285,11 +273,15 @@ class GcsBackend(clouds.CloudBackend):
         await asyncio.to_thread(fs.credentials.apply, heads)
         await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
         parameters = dict(query)
-        if fs.requester_pays:
-            pays = fs.requester_pays
-            parameters["userProject"] = self._paying_project(
-                pays if isinstance(pays, str) else fs.project
-            )
+        if pays := fs.requester_pays:
+            parameters["userProject"] = pays if isinstance(pays, str) else fs.project
+            if not parameters["userProject"]:
+                raise InvalidInputError(
+                    f"requester_pays is set for {self._location.url}, but no project to bill is "
+                    "known.",
+                    path=self._location.url,
+                    next_step="Name it: storage_options={'requester_pays': 'my-project'}.",
+                )
         server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
         mark = "&" if "?" in address else "?"
         url = f"{server}{address}{mark if parameters else ''}{urlencode(parameters)}"
@@ -301,10 +293,10 @@ class GcsBackend(clouds.CloudBackend):
             data=_pieces(memoryview(data)) if data else None,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=read_s),
-        ) as answer:
-            if answer.status >= _FIRST_FAILURE:
-                raise _failure(answer.status, await answer.read())
-            yield answer
+        ) as response:
+            if response.status >= _FIRST_FAILURE:
+                raise _failure(response.status, await response.read())
+            yield response
 
 
 async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:
@@ -314,10 +306,10 @@ async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:
 
 
 def _checked(body: bytes, kind: str = "object") -> Mapping[str, Any]:
-    """Return a JSON document; raise `ForeignAnswer` if it is of another kind."""
+    """Return a JSON document; raise `ForeignResponse` if it is of another kind."""
     document: Any = json.loads(body)
     if not isinstance(document, Mapping) or document.get("kind") != f"storage#{kind}":
-        raise ForeignAnswer(f"kind storage#{kind}")
+        raise ForeignResponse(f"kind storage#{kind}")
     return document
 
 

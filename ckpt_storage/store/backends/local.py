@@ -7,6 +7,7 @@ import errno
 import os
 import stat as stat_modes
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ from ckpt_storage.errors import (
     UnsafeContentError,
     UnsupportedByStoreError,
 )
-from ckpt_storage.format.names import SAVES
+from ckpt_storage.format.names import COMMITS, SAVES
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -315,17 +316,34 @@ class LocalBackend(Backend):
         for folder in ("", *folders):
             full = self._full(folder.strip("/"))
             self._check_inside(full)
-            self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
+            make = partial(self._posix.make_folder, full, root=self.folder, sync=self._sync)
+            try:
+                make(made=made)
+            except FileNotFoundError:
+                # Another process has removed an empty folder that was made just now.
+                made.clear()
+                make(made=made)
 
     def durability_problem(self) -> str:
         return durability_problem(self.folder)
 
     def delete_folder(self, path: str) -> None:
-        """Remove a folder and all below it durably, following no symbolic link."""
+        """Remove a folder and all below it durably, following no symbolic link.
+
+        After the only attempt of a checkpoint, its empty folders are removed, but not the root,
+        which the user may have made.
+        """
         full = self._full(path)
         self._check_inside(folder_of(full))
-        if self._posix.remove_folder(full) and self._sync:
+        if not self._posix.remove_folder(full):
+            return
+        if self._sync:
             self._posix.sync_names(folder_of(full))
+        if folder_of(path) == SAVES:
+            # An attempt that begins meanwhile makes them again.
+            with contextlib.suppress(OSError):
+                self._posix.rmdir(self._full(SAVES))
+                self._posix.rmdir(self._full(COMMITS))
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder

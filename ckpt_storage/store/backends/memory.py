@@ -95,7 +95,7 @@ class MemoryBackend(Backend):
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         below = f"{self._full(prefix)}/"
-        found: dict[str, ObjectInfo] = {}
+        entries: dict[str, ObjectInfo] = {}
         with _LOCK:
             for full in self._fs.store:
                 if not full.startswith(below):
@@ -103,10 +103,10 @@ class MemoryBackend(Backend):
                 child, slash, _ = full[len(below) :].partition("/")
                 if slash and not recursive:
                     path = f"{below}{child}/"[len(self._root) + 1 :]
-                    found[path] = ObjectInfo(path=path, size_bytes=0)
+                    entries[path] = ObjectInfo(path=path, size_bytes=0)
                 else:
-                    found[full] = self._info(full)
-        return iter(found.values())
+                    entries[full] = self._info(full)
+        return iter(entries.values())
 
     def delete(self, paths: Sequence[str]) -> None:
         with _LOCK:

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format.crc import crc32c_of_all
 from ckpt_storage.options import MIB
-from ckpt_storage.store.backend import Buffers, CopySource, OpenUpload, Part, PartCopy, Settings
+from ckpt_storage.store.backend import Buffers, OpenUpload, Part, PartCopy, Settings
 from ckpt_storage.store.location import Location, address_of
-from ckpt_storage.store.problems import ForeignAnswer, check_source, meaning_of, unless_absent
+from ckpt_storage.store.problems import ForeignResponse, check_source, meaning_of, unless_absent
 
 from . import clouds
 from .client_registry import ForeignFs
@@ -90,7 +90,6 @@ class S3Backend(clouds.CloudBackend):
         super().__init__(
             location, settings, options=_client_options(location, settings.request_timeout_s)
         )
-        self._url = location.url
         self._dialect = _DIALECTS.setdefault(address_of(location), _Dialect())
         # ETag and length of sources by upload, so that all copies are of one version.
         self._sources: dict[tuple[str, str], tuple[str, int]] = {}
@@ -101,18 +100,19 @@ class S3Backend(clouds.CloudBackend):
         return bucket, f"{prefix.rstrip('/')}/" if prefix.rstrip("/") else ""
 
     async def _head(self, fs: ForeignFs, path: str) -> clouds.ObjectStat:
-        answer = await self._head_object(fs, self._name(path))
-        write_id = answer.get("Metadata", {}).get(clouds.WRITE_ID)
-        return answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"], write_id
+        head = await self._head_object(fs, self._name(path))
+        write_id = head.get("Metadata", {}).get(clouds.WRITE_ID)
+        return head["ContentLength"], head["LastModified"].timestamp(), head["ETag"], write_id
 
     async def _head_object(self, fs: ForeignFs, key: str) -> Mapping[str, Any]:
         """HeadObject; after an error without a body GetObject, whose error has one."""
         try:
-            return await self._ask(fs, "head_object", Key=key)
+            return await self._request(fs, "head_object", Key=key)
         except Exception as error:
             if _code_of(error) in {"400", "403"} or meaning_of(error).kind == "bad-response":
-                answer = await self._ask(fs, "get_object", Key=key, Range=clouds.range_header(0, 1))
-                answer["Body"].close()
+                first = clouds.range_header(0, 1)
+                response = await self._request(fs, "get_object", Key=key, Range=first)
+                response["Body"].close()
             raise
 
     @contextlib.asynccontextmanager
@@ -120,16 +120,16 @@ class S3Backend(clouds.CloudBackend):
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[clouds.Body]:
         header = {} if start is None else {"Range": clouds.range_header(start, length)}
-        answer = await self._ask(fs, "get_object", Key=self._name(path), **header)
+        response = await self._request(fs, "get_object", Key=self._name(path), **header)
         # Not by the status: some servers send a range with status 200.
-        first, total_bytes = clouds.span_of(answer.get("ContentRange"), answer["ContentLength"])
-        async with answer["Body"] as body:
+        first, total_bytes = clouds.span_of(response.get("ContentRange"), response["ContentLength"])
+        async with response["Body"] as body:
             connection = body.raw_stream.connection
             if connection is not None and connection.transport is not None:
                 # Asyncio's default is a quarter of this, and each read wakes the task.
                 connection.transport.max_size = _PIECE_BYTES
             # As received: `read(length)` would join the pieces.
-            pieces, version = body.raw_stream.content.iter_any(), answer.get("ETag")
+            pieces, version = body.raw_stream.content.iter_any(), response.get("ETag")
             yield clouds.Body(pieces=pieces, first=first, total_bytes=total_bytes, version=version)
 
     async def _put(
@@ -144,7 +144,7 @@ class S3Backend(clouds.CloudBackend):
         named |= {"Metadata": {clouds.WRITE_ID: write_id}} if write_id else {}
         dialect, spelt = self._dialect, self._spelt(terms)
         try:
-            await self._ask_checked(fs, "put_object", data, **named, **spelt)
+            await self._request_checked(fs, "put_object", data, **named, **spelt)
         except Exception as error:
             is_open = "IfMatch" in terms and dialect.has_bare_etags is None
             if not is_open or _code_of(error) not in _CHANGED:
@@ -154,7 +154,7 @@ class S3Backend(clouds.CloudBackend):
             if stat[2] != terms["IfMatch"]:
                 raise
             bare: dict[str, Any] = {"IfMatch": _bare(terms["IfMatch"])}
-            await self._ask_checked(fs, "put_object", data, **named, **bare)
+            await self._request_checked(fs, "put_object", data, **named, **bare)
             dialect.has_bare_etags = True
         else:
             if "IfMatch" in terms and dialect.has_bare_etags is None:
@@ -168,7 +168,7 @@ class S3Backend(clouds.CloudBackend):
 
     async def _delete(self, fs: ForeignFs, path: str, terms: clouds.Preconditions) -> None:
         try:
-            await self._ask(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
+            await self._request(fs, "delete_object", Key=self._name(path), **self._spelt(terms))
         except Exception as error:
             # Clients and servers support the condition since September 2025.
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
@@ -179,13 +179,13 @@ class S3Backend(clouds.CloudBackend):
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         options = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
         options |= {"ContinuationToken": more} if more else {}
-        answer = await self._ask(fs, "list_objects_v2", **options)
+        response = await self._request(fs, "list_objects_v2", **options)
         entries = [
             self._listed(item["Key"], item["Size"], item["LastModified"].timestamp())
-            for item in answer.get("Contents", ())
+            for item in response.get("Contents", ())
         ]
-        entries += [self._listed(item["Prefix"]) for item in answer.get("CommonPrefixes", ())]
-        return entries, answer["IsTruncated"] and answer.get("NextContinuationToken")
+        entries += [self._listed(item["Prefix"]) for item in response.get("CommonPrefixes", ())]
+        return entries, response["IsTruncated"] and response.get("NextContinuationToken")
 
     def _terms(
         self, *, if_absent: bool = False, if_match: str | None = None
@@ -198,17 +198,13 @@ class S3Backend(clouds.CloudBackend):
         """CreateMultipartUpload with composite checksums, as Cloudflare R2 knows no other."""
         metadata, name = {clouds.WRITE_ID: write_id}, self._name(path)
         method = "create_multipart_upload"
-        answer = self._run(self._ask_checked, method, None, Key=name, Metadata=metadata)
-        return str(answer["UploadId"])
+        response = self._run(self._request_checked, method, None, Key=name, Metadata=metadata)
+        return str(response["UploadId"])
 
     def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
         target = self._upload(path, token, PartNumber=part.number + 1)
-        answer = self._run(self._ask_checked, "upload_part", data, crc32c=part.crc32c, **target)
-        return _receipt(answer)
-
-    def copy_source(self, path: str) -> CopySource:
-        scope = f"s3 {self.endpoint} {self._place[0]}"
-        return CopySource(scope=scope, address=self._name(path), path=f"{self._url}/{path}")
+        target["crc32c"] = part.crc32c
+        return _receipt(self._run(self._request_checked, "upload_part", data, **target))
 
     def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
         """UploadPartCopy, if the source still has the version of the first copy."""
@@ -228,15 +224,15 @@ class S3Backend(clouds.CloudBackend):
             # AWS, "UploadPartCopy": "You can copy a range only if the source object is greater than
             # 5 MB."
             request["CopySourceRange"] = f"bytes={copy.start}-{copy.start + copy.length - 1}"
-        answer = self._send("upload_part_copy", **request).get("CopyPartResult", {})
-        if "ETag" not in answer:
+        response = self._run(self._request, "upload_part_copy", **request).get("CopyPartResult", {})
+        if "ETag" not in response:
             # The server ignored the header with the source, and holds an empty part.
             what = f"The server's response to the copy of a part of {path} has no ETag."
             raise UnsupportedByStoreError(what, kind="unsupported")
-        checksum = answer.get("ChecksumCRC32C")
+        checksum = response.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         crc32c = clouds.decoded(checksum) if checksum else None
-        return replace(part, receipt=_receipt(answer), crc32c=crc32c)
+        return replace(part, receipt=_receipt(response), crc32c=crc32c)
 
     def complete_upload(
         self, path: str, token: str, parts: Sequence[Part], *, write_id: str
@@ -247,21 +243,22 @@ class S3Backend(clouds.CloudBackend):
             named.append({"PartNumber": part.number + 1, "ETag": etag})
             if checksum:
                 named[-1]["ChecksumCRC32C"] = checksum
-        self._send(
+        self._run(
+            self._request,
             "complete_multipart_upload",
             **self._upload(path, token, MultipartUpload={"Parts": named}),
         )
 
     def abort_upload(self, path: str, token: str) -> None:
         with unless_absent():
-            self._send("abort_multipart_upload", **self._upload(path, token))
+            self._run(self._request, "abort_multipart_upload", **self._upload(path, token))
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
         # Directory buckets accept only prefixes that end in a slash.
         options = {"Prefix": self._name(f"{prefix}/" if prefix else "")}
         while True:
             try:
-                page = self._send("list_multipart_uploads", **options)
+                page = self._run(self._request, "list_multipart_uploads", **options)
             except Exception as error:
                 # Some servers return this error if no upload is open.
                 if _code_of(error) != "NoSuchUpload":
@@ -278,11 +275,7 @@ class S3Backend(clouds.CloudBackend):
     def _upload(self, path: str, token: str, **more: Any) -> dict[str, Any]:
         return {"Key": self._name(path), "UploadId": token, **more}
 
-    def _send(self, method: str, **arguments: Any) -> Mapping[str, Any]:
-        """Send one request by a method of the client and return the response."""
-        return self._run(self._ask, method, **arguments)
-
-    async def _ask_checked(
+    async def _request_checked(
         self,
         fs: ForeignFs,
         /,
@@ -302,15 +295,15 @@ class S3Backend(clouds.CloudBackend):
                 crc32c = crc32c_of_all(data) if crc32c is None else crc32c
                 checksum = {"ChecksumCRC32C": clouds.encoded(crc32c)}
             try:
-                return await self._ask(fs, method, **body, **arguments, **checksum)
+                return await self._request(fs, method, **body, **arguments, **checksum)
             except Exception as error:
                 if _code_of(error) not in _UNKNOWN_HEADER:
                     raise
-        answer = await self._ask(fs, method, **body, **arguments)
+        response = await self._request(fs, method, **body, **arguments)
         self._dialect.takes_checksums = False
-        return answer
+        return response
 
-    async def _ask(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
+    async def _request(self, fs: ForeignFs, /, method: str, **arguments: Any) -> Mapping[str, Any]:
         """Send one request on the loop, with the request options of s3fs."""
         await fs.set_session()
         bucket = self._place[0]
@@ -323,13 +316,13 @@ class S3Backend(clouds.CloudBackend):
         extra |= keys
         accepted = {key: value for key, value in extra.items() if key in known}
         # The client refuses unknown arguments, so no condition is dropped silently.
-        answer: Mapping[str, Any] = await getattr(client, method)(
+        response: Mapping[str, Any] = await getattr(client, method)(
             Bucket=bucket, **{**accepted, **arguments}
         )
         required = _REQUIRED_FIELDS.get(method)
-        if required and required.isdisjoint(answer):
-            raise ForeignAnswer(" or ".join(sorted(required)))
-        return answer
+        if required and required.isdisjoint(response):
+            raise ForeignResponse(" or ".join(sorted(required)))
+        return response
 
 
 class _ViewsBody:
@@ -416,9 +409,9 @@ def _bare(etag: str) -> str:
     return etag.strip('"')
 
 
-def _receipt(answer: Mapping[str, Any]) -> str:
+def _receipt(response: Mapping[str, Any]) -> str:
     """Return what the completion of an upload needs of the response to a part."""
-    return f"{answer['ETag']} {answer.get('ChecksumCRC32C') or ''}".rstrip()
+    return f"{response['ETag']} {response.get('ChecksumCRC32C') or ''}".rstrip()
 
 
 def _code_of(error: BaseException) -> str:

@@ -90,7 +90,7 @@ class TempFile:
             self._posix.pwritev_all(fd, buffers, offset)
             length = sum(view.nbytes for view in buffers)
             if self._sync and length >= _WRITE_BACK_BYTES:
-                # Only whole blocks: one that is not complete yet would be written twice.
+                # Only whole blocks: a block that is not complete yet would be written twice.
                 start = offset - offset % _BLOCK_BYTES
                 end = (offset + length) // _BLOCK_BYTES * _BLOCK_BYTES
                 self._posix.start_write_back(fd, start, end - start)
@@ -217,7 +217,7 @@ class TempFile:
     def _check_state(self, expected: str) -> None:
         if self._state != expected:
             what = f"The upload of {self._target} has failed before."
-            raise StorageError(what, next_step="Start a new one.")
+            raise StorageError(what, next_step="Start a new upload.")
 
     def _unlink(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -8,8 +8,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Never
 from urllib.parse import quote
 
-from ckpt_storage.store.backend import Capabilities
-from ckpt_storage.store.problems import ForeignAnswer, HttpFailure, unable
+from ckpt_storage.store.backend import Backend, Capabilities
+from ckpt_storage.store.problems import ForeignResponse, HttpFailure, unable
 
 from .client_registry import ForeignFs
 from .clouds import (
@@ -32,21 +32,21 @@ class WebBackend(CloudBackend):
     capabilities = Capabilities(kind="generic")
 
     async def _head(self, fs: ForeignFs, path: str) -> ObjectStat:
-        async with self._ask(fs, "HEAD", path) as answer:
-            if answer.content_length is None:
-                raise ForeignAnswer("Content-Length")
-            modified = answer.headers.get("Last-Modified")
+        async with self._request(fs, "HEAD", path) as response:
+            if response.content_length is None:
+                raise ForeignResponse("Content-Length")
+            modified = response.headers.get("Last-Modified")
             at_s = None if modified is None else parsedate_to_datetime(modified).timestamp()
-            return answer.content_length, at_s, answer.headers.get("ETag"), None
+            return response.content_length, at_s, response.headers.get("ETag"), None
 
     @contextlib.asynccontextmanager
     async def _body(
         self, fs: ForeignFs, path: str, start: int | None, length: int
     ) -> AsyncIterator[Body]:
         headers = {} if start is None else {"Range": range_header(start, length)}
-        async with self._ask(fs, "GET", path, headers) as answer:
-            content_range = answer.headers.get("Content-Range")
-            first, total_bytes = span_of(content_range, answer.content_length)
+        async with self._request(fs, "GET", path, headers) as response:
+            content_range = response.headers.get("Content-Range")
+            first, total_bytes = span_of(content_range, response.content_length)
             is_whole = content_range is None and start is not None and start >= 0
             if is_whole and (start or total_bytes is None or total_bytes > length):
                 raise unable(
@@ -57,14 +57,14 @@ class WebBackend(CloudBackend):
                     "Use a server that honours the Range header, or copy the files first.",
                 )
             yield Body(
-                pieces=answer.content.iter_any(),
+                pieces=response.content.iter_any(),
                 first=first,
                 total_bytes=total_bytes,
-                version=answer.headers.get("ETag"),
+                version=response.headers.get("ETag"),
             )
 
     @contextlib.asynccontextmanager
-    async def _ask(
+    async def _request(
         self, fs: ForeignFs, method: str, path: str, headers: dict[str, str] | None = None
     ) -> AsyncIterator[Any]:
         """Send one request, yield aiohttp's response; raise `HttpFailure` from status 400 on."""
@@ -83,12 +83,12 @@ class WebBackend(CloudBackend):
             headers=heads,
             timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=read_s),
             **{"allow_redirects": True, **options},
-        ) as answer:
-            if answer.status >= _FIRST_FAILURE:
-                body = await answer.content.read(_MESSAGE_BYTES)
+        ) as response:
+            if response.status >= _FIRST_FAILURE:
+                body = await response.content.read(_MESSAGE_BYTES)
                 message = body.decode("utf-8", "replace")
-                raise HttpFailure(status=answer.status, message=" ".join(message.split()))
-            yield answer
+                raise HttpFailure(status=response.status, message=" ".join(message.split()))
+            yield response
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> Page:
         del fs, more, recursive
@@ -104,6 +104,7 @@ class WebBackend(CloudBackend):
         url = self._location.url
         raise unable(url, url, "can only be read", "Write to a storage that takes writes.")
 
+    copy_source = Backend.copy_source
     put = delete = begin_upload = put_part = complete_upload = abort_upload = _refuse
     _put = _delete = _terms = _refuse
 

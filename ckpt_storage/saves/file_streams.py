@@ -41,7 +41,7 @@ PREFIX = "files."
 """What the name of a file begins with as the name of a value."""
 
 PIECE_BYTES = 32 << 20
-"""The longest chunk; a stream holds one."""
+"""The longest chunk; a stream has one chunk in memory."""
 
 _UNKNOWN_BYTES = 64 << 30
 """The length for which uploads are laid out where it is not known."""
