@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import servers
 from hypothesis import HealthCheck, settings
+from limits import JOB_S
 from server_fixtures import new_root, session_server
 from servers import Running
 
@@ -59,7 +60,7 @@ _LONG = (
     "test_dcp_saves",
     "test_consolidate",
 )
-"""Files that take minutes: they begin first, so that no worker is left alone with one."""
+"""Files that take minutes: they begin first, so that no worker ends long after the others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,8 +110,8 @@ def _moto_bucket(running: Running, name: str) -> str:
 
 
 def _gcs_bucket(running: Running, name: str) -> str:
-    given = f'{{"name": "{name}"}}'.encode(), {"Content-Type": "application/json"}
-    assert servers.ask(running.url, "POST", "/storage/v1/b?project=test", *given)[0] == 200
+    request = f'{{"name": "{name}"}}'.encode(), {"Content-Type": "application/json"}
+    assert servers.ask(running.url, "POST", "/storage/v1/b?project=test", *request)[0] == 200
     return f"gs://{name}/run"
 
 
@@ -141,7 +142,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def memory_path() -> Iterator[Path]:
-    """A folder in memory where there is one, so that nothing waits for a disk."""
+    """A folder in memory where the system has it, so that nothing waits for a disk."""
     memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
@@ -150,5 +151,5 @@ def memory_path() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four live processes for jobs of one to four ranks; they start with the first job."""
-    with RankPool(4) as pool:
+    with RankPool(4, timeout_s=JOB_S) as pool:
         yield pool

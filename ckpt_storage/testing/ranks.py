@@ -33,9 +33,6 @@ __all__ = ["RankOutcome", "RankPool", "RanksFailedError", "run_ranks"]
 
 T = TypeVar("T")
 
-GROUP_TIMEOUT_S = 30.0
-"""Timeout of a collective."""
-
 _STOP_TIMEOUT_S = 10.0
 
 _PRELOADED = [
@@ -70,8 +67,8 @@ class RanksFailedError(AssertionError):
         super().__init__(f"{len(failed)} of {len(outcomes)} ranks failed.\n" + "\n".join(texts))
 
 
-_Job = tuple[Callable[..., Any], tuple[Any, ...], int, str]
-"""Function, arguments, world size and the file of the rendezvous."""
+_Job = tuple[Callable[..., Any], tuple[Any, ...], int, str, float]
+"""Function, arguments, world size, the file of the rendezvous and the timeout of a collective."""
 
 
 class RankPool:
@@ -137,12 +134,15 @@ class RankPool:
             raise InvalidInputError(what, next_step=step)
         self._start(count)
         self._job_count += 1
-        job: _Job = (function, args, count, str(Path(self._folder) / f"job-{self._job_count}"))
+        rendezvous = str(Path(self._folder) / f"job-{self._job_count}")
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        # A rank that hangs in a collective raises before its job times out.
+        job: _Job = (function, args, count, rendezvous, limit_s / 2)
         # Pickled here, so that a pickling error is raised to the caller.
         packed = pickle.dumps(job)
         for _, connection in self._ranks[:count]:
             connection.send_bytes(packed)
-        end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        end = time.monotonic() + limit_s
         pending: dict[Any, int] = {self._ranks[rank][1]: rank for rank in range(count)}
         late = "It did not end in time."
         outcomes: list[RankOutcome[T]]
@@ -258,7 +258,12 @@ def _outcome(rank: int, packed: bytes) -> RankOutcome[Any]:
 
 
 def _run_in_group(
-    rank: int, function: Callable[..., T], args: tuple[Any, ...], world_size: int, rendezvous: str
+    rank: int,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    world_size: int,
+    rendezvous: str,
+    timeout_s: float,
 ) -> T:
     import torch  # noqa: PLC0415  # the other modules of `testing` need no torch
     import torch.distributed as dist  # noqa: PLC0415  # as above
@@ -269,7 +274,7 @@ def _run_in_group(
         store=dist.FileStore(rendezvous, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     try:
         # A rank that returns early would break connections that others still establish.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cli_tools import call
 from dcp_cases import seeded
+from limits import HANG_S
 
 import ckpt_storage
 from ckpt_storage import CheckpointInfo, InvalidInputError, follow
@@ -35,7 +36,7 @@ def test_each_checkpoint_is_yielded_once_oldest_first(tmp_path: Path) -> None:
     """Those that are there by the numbers in their names, then each that is committed."""
     for step in (1000, 900):
         save(tmp_path / f"step-{step}", step)
-    infos = follow(tmp_path, poll_s=POLL_S, idle_s=60)
+    infos = follow(tmp_path, poll_s=POLL_S, idle_s=HANG_S)
     assert names(infos, 2) == ["step-900", "step-1000"]
     save(tmp_path / "step-1100", 1100)
     assert names(infos, 1) == ["step-1100"]
@@ -50,7 +51,9 @@ def test_it_follows_a_job_that_runs(tmp_path: Path) -> None:
 
     job = threading.Thread(target=train)
     job.start()
-    assert names(follow(tmp_path, poll_s=POLL_S, idle_s=60), 10) == [f"step-{n}" for n in range(10)]
+    assert names(follow(tmp_path, poll_s=POLL_S, idle_s=HANG_S), 10) == [
+        f"step-{n}" for n in range(10)
+    ]
     job.join()
     assert list(follow(tmp_path, after=9, poll_s=POLL_S, idle_s=POLL_S)) == []
 
@@ -65,7 +68,7 @@ def test_after_leaves_out_what_an_earlier_follower_had(tmp_path: Path) -> None:
 
 def test_a_name_without_a_number_is_yielded_for_each_save(tmp_path: Path) -> None:
     """A run that overwrites "latest" is followed; the same save is not yielded again."""
-    infos = follow(tmp_path, poll_s=POLL_S, idle_s=60)
+    infos = follow(tmp_path, poll_s=POLL_S, idle_s=HANG_S)
     for step in (1, 2):
         saved = save(tmp_path / "latest", step, overwrite=True, step=step)
         assert next(infos).save_id == saved.save_id
@@ -74,7 +77,7 @@ def test_a_name_without_a_number_is_yielded_for_each_save(tmp_path: Path) -> Non
 def test_a_step_that_was_deleted_and_saved_again_is_yielded_again(tmp_path: Path) -> None:
     """Once a poll has seen that it was gone."""
     save(tmp_path / "step-1")
-    infos = follow(tmp_path, poll_s=POLL_S, idle_s=60)
+    infos = follow(tmp_path, poll_s=POLL_S, idle_s=HANG_S)
     assert names(infos, 1) == ["step-1"]
     shutil.rmtree(tmp_path / "step-1")
     save(tmp_path / "step-2")
@@ -110,17 +113,17 @@ def test_seconds_that_cannot_be_are_refused_at_once(options: Any, tmp_path: Path
 def test_a_poll_takes_one_listing_and_reads_of_new_folders(server: S3Server) -> None:
     """Of a run of many steps a poll asks for what is new, and for dead attempts in turn."""
     options: Any = {"storage_options": server.storage_options}
-    for step in range(40):
+    for step in range(10):
         save(f"s3://bucket/polls/step-{step}", step, **options)
-    infos = follow("s3://bucket/polls", poll_s=POLL_S, idle_s=60, **options)
-    assert len(list(itertools.islice(infos, 40))) == 40
+    infos = follow("s3://bucket/polls", poll_s=POLL_S, idle_s=HANG_S, **options)
+    assert len(list(itertools.islice(infos, 10))) == 10
     server.reset_counters()
-    save("s3://bucket/polls/step-40", 40, **options)
+    save("s3://bucket/polls/step-10", 10, **options)
     server.reset_counters()
-    assert names(infos, 1) == ["step-40"]
+    assert names(infos, 1) == ["step-10"]
     requests = [(request.op, request.key) for request in server.requests]
     reads = [key for op, key in requests if "step-" in key]
-    assert {key.split("/")[1] for key in reads} == {"step-40"}
+    assert {key.split("/")[1] for key in reads} == {"step-10"}
     assert len(reads) <= 4, requests
 
 
@@ -132,7 +135,7 @@ def test_a_poll_that_fails_is_made_up_for(
     save("s3://bucket/blips/step-1", **options)
     server.faults([FaultRule(op="list", action="status")])
     retry = ckpt_storage.RetryPolicy(attempt_count=1)
-    infos = follow("s3://bucket/blips", poll_s=POLL_S, idle_s=60, retry=retry, **options)
+    infos = follow("s3://bucket/blips", poll_s=POLL_S, idle_s=HANG_S, retry=retry, **options)
     assert names(infos, 1) == ["step-1"]
     assert "the next poll looks again" in caplog.text
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tqdm.auto
 from front_door_cases import faulty_disk
+from saver_cases import quick_saver
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, ProgressEvent
@@ -114,7 +115,7 @@ def test_progress_that_raises_is_logged_and_costs_nothing(
     run, target = tmp_path / "run", {name: torch.zeros_like(one) for name, one in SMALL.items()}
 
     def background(mode: str) -> None:
-        with ckpt_storage.AsyncSaver(mode=mode, timeout=60) as saver:  # type: ignore[arg-type]
+        with quick_saver(mode) as saver:  # type: ignore[arg-type]
             saver.save(SMALL, tmp_path / mode, progress=progress).result(60)
 
     doors: dict[str, Callable[[], object]] = {

@@ -11,6 +11,7 @@ import pytest
 import spec_reader
 import torch
 from dcp_cases import seeded
+from saver_cases import quick_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -138,7 +139,7 @@ def test_every_front_door_splits(tmp_path: Path, door: str) -> None:
         with ckpt_storage.CheckpointManager(tmp_path) as manager:
             manager.save(1, state_of())
     else:
-        with ckpt_storage.AsyncSaver(mode=door) as saver:  # type: ignore[arg-type]  # a str
+        with quick_saver(door) as saver:  # type: ignore[arg-type]  # a str
             saver.save(state_of(), path).result()
     assert names_of(path) == SPLIT
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import body_of
+from limits import HANG_S
 
 import ckpt_storage
 from ckpt_storage import (
@@ -413,9 +414,6 @@ def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
     assert cases.names_in(tmp_path) == ["step-00000004", "step-00000008"]
 
 
-LONG_S = 60.0
-
-
 def test_a_wish_during_a_run_gets_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is done by one that begins later, once; also after there was no thread to be had."""
     begun, go = threading.Semaphore(0), threading.Semaphore(0)
@@ -423,10 +421,10 @@ def test_a_wish_during_a_run_gets_a_run_of_its_own(monkeypatch: pytest.MonkeyPat
 
     def work(_: Deadline) -> None:
         begun.release()
-        assert go.acquire(timeout=LONG_S)
+        assert go.acquire(timeout=HANG_S)
         runs.append(1)
 
-    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=HANG_S)
     assert job.wait(0), "nothing was asked for"
     with monkeypatch.context() as patch:
         refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -436,17 +434,17 @@ def test_a_wish_during_a_run_gets_a_run_of_its_own(monkeypatch: pytest.MonkeyPat
         assert isinstance(job.error, RuntimeError)
     for _ in range(2):
         job.wake()
-        assert begun.acquire(timeout=LONG_S)
+        assert begun.acquire(timeout=HANG_S)
         for _ in range(2):
             job.wake()
         assert not job.wait(0.01), "the second run has not ended"
         go.release()
-        assert begun.acquire(timeout=LONG_S)
+        assert begun.acquire(timeout=HANG_S)
         go.release()
-        assert job.wait(LONG_S)
+        assert job.wait(HANG_S)
         assert job.error is None
     assert len(runs) == 4
-    job.close(LONG_S)
+    job.close(HANG_S)
     job.wake()
     assert len(runs) == 4
 
@@ -457,12 +455,12 @@ def test_closing_stops_a_run_that_takes_too_long() -> None:
 
     def work(deadline: Deadline) -> None:
         begun.set()
-        deadline.sleep(LONG_S)
+        deadline.sleep(HANG_S)
         deadline.check("The job")
 
-    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=LONG_S)
+    job = BackgroundJob(work, name="ckpt-storage test", timeout_s=HANG_S)
     job.wake()
-    assert begun.wait(LONG_S)
+    assert begun.wait(HANG_S)
     job.wake()
     for _ in range(2):
         job.close(0.0)
@@ -476,10 +474,10 @@ def test_a_user_waits_until_a_deletion_has_ended() -> None:
     with ThreadPoolExecutor(1) as pool:
         with uses.reserved_for_deletion("x") as may, uses.reserved_for_deletion("x") as other:
             assert (may, other) == (True, False)
-            taking = pool.submit(uses.acquire, "x", "it is being saved", timeout_s=LONG_S)
+            taking = pool.submit(uses.acquire, "x", "it is being saved", timeout_s=HANG_S)
             with pytest.raises(TimeoutError):
                 taking.result(0.05)
-        first = taking.result(LONG_S / 6)
+        first = taking.result(HANG_S / 6)
     assert uses.reasons() == {"x": "it is being saved"}
     end = uses.acquire("x", "it is being loaded", timeout_s=1)
     first()

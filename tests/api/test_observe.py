@@ -14,6 +14,7 @@ import torch
 from cli_tools import call
 from dcp_cases import save as save_by_dcp
 from dcp_cases import seeded
+from saver_cases import quick_saver
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, OperationStats
@@ -47,7 +48,7 @@ def test_a_save_logs_one_line(mode: Any, tmp_path: Path, caplog: pytest.LogCaptu
     if mode == "save":
         info = ckpt_storage.save(STATE, url, step=7)
     else:
-        with AsyncSaver(mode=mode) as saver:
+        with quick_saver(mode) as saver:
             info = saver.save(STATE, url, step=7).result()
     (line,) = lines_of(caplog, "save")
     (shard,) = tmp_path.rglob("*.distcp")
@@ -155,7 +156,7 @@ def test_repeated_requests_are_counted(
 ) -> None:
     """Also those of a worker process."""
     server.faults([FaultRule(op="put", key=r"\.distcp", action="status", times=2)])
-    with AsyncSaver(mode=mode) as saver:
+    with quick_saver(mode) as saver:
         handle = saver.save(STATE, "s3://bucket/retried", storage_options=server.storage_options)
         assert handle.result().slot == 1
     (line,) = lines_of(caplog, "save")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
+from saver_cases import quick_saver
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -103,7 +104,7 @@ def test_exports_to_torch_save_keep_int_keys(tmp_path: Path, way: Any) -> None:
     if way == "save":
         ckpt_storage.save(INT_KEYS, tmp_path / "1", sync_files=False)
     else:
-        with AsyncSaver(mode=way) as saver:
+        with quick_saver(way) as saver:
             saver.save(INT_KEYS, tmp_path / "1", sync_files=False).result()
     ckpt_storage.convert(tmp_path / "1", tmp_path / "1.pt", to="torch_save")
     assert same(torch.load(tmp_path / "1.pt"), INT_KEYS)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli_tools import call
 from dcp_cases import freed, same, seeded, zeros_like
+from limits import HANG_S
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
@@ -44,7 +45,7 @@ def circle() -> dict[str, Any]:
 
 
 def in_background(state: dict[str, Any], path: Path) -> object:
-    with ckpt_storage.AsyncSaver(mode="thread", timeout=60, on_error="warn") as saver:
+    with ckpt_storage.AsyncSaver(mode="thread", timeout=HANG_S, on_error="warn") as saver:
         return saver.save(state, path).result(60)
 
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
 from reuse_cases import BASE, COUNT, files_of, is_loaded, linked, manifests_of, state_of
+from saver_cases import quick_saver
 
 import ckpt_storage
 from ckpt_storage import (
-    AsyncSaver,
     CheckpointManager,
     CheckpointStorageWriter,
     InvalidInputError,
@@ -288,7 +288,7 @@ def test_a_damaged_save_of_a_step_that_was_sound_before_is_no_base(tmp_path: Pat
 
 def test_a_saver_reuses_too(tmp_path: Path) -> None:
     """`AsyncSaver.save` and `save_async` take `base` and `stable`; the worker hashes."""
-    with AsyncSaver() as saver:
+    with quick_saver("process") as saver:
         saver.save(state_of(0), tmp_path / "0", stable="model.base.*").result()
         saver.save(state_of(1), tmp_path / "1", base=tmp_path / "0", stable="model.base.*").result()
     ckpt_storage.save_async(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
+from saver_cases import quick_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -218,7 +219,7 @@ def refuse(folder: Path) -> None:
 
 
 def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
-    with ckpt_storage.AsyncSaver(mode=mode) as saver:
+    with quick_saver(mode) as saver:
         handle = saver.save(NEW, url, overwrite=True)
         error = handle.exception(60)
         assert handle.state is ckpt_storage.SaveState.COMMITTED

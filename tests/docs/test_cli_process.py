@@ -20,6 +20,7 @@ from subprocess import PIPE
 import pytest
 from cli_tools import make_run, process
 from integration_tools import finish, torchrun
+from limits import HANG_S
 from safetensors.torch import load_file
 
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -97,9 +98,9 @@ def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: 
     server.faults([FaultRule(times=0, action="hang")])
     line = (command, "s3://bkt/x", "--storage-options-file", options)
     with interruptible(), started(*line) as hanging:
-        server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
+        server.wait_for(lambda requests: len(requests) > 0, timeout_s=HANG_S)
         hanging.send_signal(signal.SIGINT)
-        output, errors = hanging.communicate(timeout=30)
+        output, errors = hanging.communicate(timeout=HANG_S)
         assert hanging.returncode == 130, errors
     assert output == ""
     assert errors.strip() == "ckpt-storage: interrupted."
@@ -151,7 +152,7 @@ def test_shells_complete() -> None:
 def test_a_stream_that_takes_nothing_changes_no_exit_code(
     last: Path, tmp_path: Path, stream: str, *, is_sound: bool
 ) -> None:
-    """A sound checkpoint is 0 and a damaged one 1, whichever standard streams are closed."""
+    """The exit code says whether it is sound, whichever standard streams are closed."""
     folder = Path(shutil.copytree(last, tmp_path / "run"))
     if not is_sound:
         (shard,) = folder.glob("saves/*/*.distcp")
@@ -167,5 +168,5 @@ def test_a_full_standard_output_is_told(last: Path, command: str) -> None:
     line = f"exec {sys.executable} -m ckpt_storage {command} {where} >/dev/full"
     result = subprocess.run(["/bin/sh", "-c", line], check=False, capture_output=True, text=True)
     assert result.returncode == 2
-    told = "ckpt-storage: standard output cannot be written: No space left on device."
-    assert result.stderr.splitlines() == [told]
+    message = "ckpt-storage: standard output cannot be written: No space left on device."
+    assert result.stderr.splitlines() == [message]

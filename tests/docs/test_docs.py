@@ -47,8 +47,12 @@ Block = tuple[str, str, int]
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        (one["info"], textwrap.dedent(one["code"]), text.count("\n", 0, one.start("code")) + 1)
-        for one in _FENCE.finditer(text)
+        (
+            fence["info"],
+            textwrap.dedent(fence["code"]),
+            text.count("\n", 0, fence.start("code")) + 1,
+        )
+        for fence in _FENCE.finditer(text)
     ]
 
 
@@ -59,8 +63,8 @@ def prose_of(page: Path) -> str:
 def broken_links(page: Path) -> list[str]:
     """Return the relative links outside code that lead to no file; mkdocs checks headings."""
     targets = [match["target"] for match in _LINK.finditer(prose_of(page))]
-    files = {one: (page.parent / one).resolve() for one in targets if not _SCHEME.match(one)}
-    return [one for one, file in files.items() if not (file.exists() and ROOT in file.parents)]
+    files = {link: (page.parent / link).resolve() for link in targets if not _SCHEME.match(link)}
+    return [link for link, file in files.items() if not (file.exists() and ROOT in file.parents)]
 
 
 def program_of(page: Path) -> str:
@@ -78,16 +82,16 @@ def unknown_names(code: str) -> list[str]:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     if code.startswith("$ "):
         code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
-    found = []
-    for word in shlex.split(code, comments=True):
-        path = word.removeprefix("./").partition("::")[0]
+    unknown = []
+    for token in shlex.split(code, comments=True):
+        path = token.removeprefix("./").partition("::")[0]
         if path.split("/", maxsplit=1)[0] in OUR_NAMES and not (ROOT / path).exists():
-            found.append(word)
-        extras = _EXTRAS.match(word)
+            unknown.append(token)
+        extras = _EXTRAS.match(token)
         if extras:
             known = declared["optional-dependencies"]
-            found.extend(name for name in extras["names"].split(",") if name not in known)
-    return found
+            unknown.extend(name for name in extras["names"].split(",") if name not in known)
+    return unknown
 
 
 STRICT = """
@@ -155,7 +159,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, nowhere = tmp_path_factory.mktemp("site"), "http://127.0.0.1:9"
     command = [sys.executable, "-m", "mkdocs", "build", "-f", str(CONFIG), "-d", str(target)]
     proxies = {"NO_MKDOCS_2_WARNING": "1", "http_proxy": nowhere, "https_proxy": nowhere}
-    code, output = finish(command, tmp_path_factory.mktemp("log"), proxies, deadline_s=170)
+    code, output = finish(command, tmp_path_factory.mktemp("log"), proxies)
     assert code == 0, output
     return target
 
@@ -174,7 +178,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     """Each name of `__all__` has its place in the rendered reference."""
     page = (site / "reference.html").read_text(encoding="utf-8")
-    shown = {one.rpartition(".")[2] for one in re.findall(r'\bid="(ckpt_storage\.[^"]+)"', page)}
+    shown = {name.rpartition(".")[2] for name in re.findall(r'\bid="(ckpt_storage\.[^"]+)"', page)}
     assert set(ckpt_storage.__all__) <= shown
 
 
@@ -183,8 +187,8 @@ def test_the_page_of_errors_is_complete() -> None:
     lines = (DOCS / "errors.md").read_text(encoding="utf-8").splitlines()
     cut = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     rows = {cells[0].strip("`"): cells for cells in cut if cells[0].startswith("`")}
-    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
-    classes = {one.__name__: one for one in kinds if issubclass(one, errors.CheckpointError)}
+    kinds = [value for value in vars(errors).values() if isinstance(value, type)]
+    classes = {cls.__name__: cls for cls in kinds if issubclass(cls, errors.CheckpointError)}
     assert {name for name, cells in rows.items() if len(cells) == 4} == set(classes)
     for name, cls in classes.items():
         _, codes, cause, step = rows[name]
@@ -195,9 +199,9 @@ def test_the_page_of_errors_is_complete() -> None:
         assert step, name
 
 
-def test_every_kind_of_storage_error_is_told() -> None:
+def test_every_kind_of_storage_error_is_on_the_page() -> None:
     """The kinds that `StorageError` documents are all on the page."""
-    told = set(re.findall(r'"([a-z-]+)"', errors.StorageError.__doc__ or ""))
+    documented = set(re.findall(r'"([a-z-]+)"', errors.StorageError.__doc__ or ""))
     page = (DOCS / "errors.md").read_text(encoding="utf-8")
-    assert len(told) > 10
-    assert [kind for kind in sorted(told) if f"`{kind}`" not in page] == []
+    assert len(documented) > 10
+    assert [kind for kind in sorted(documented) if f"`{kind}`" not in page] == []

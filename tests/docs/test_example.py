@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-from fork_server import run_script
-from integration_tools import EXAMPLES, ROOT, finish
-
-DEADLINE_S = 300.0
-
-
-def run_driver(folder: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments]
-    return finish(command, folder, deadline_s=DEADLINE_S)
+from integration_tools import EXAMPLES, finish
 
 
 def processes_naming(text: str) -> list[str]:
-    found = []
+    commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if text in command:
-                found.append(command)
-    return found
+                commands.append(command)
+    return commands
 
 
-@pytest.mark.timeout(DEADLINE_S + 120)
 def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
     """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 1."""
-    words = ["--steps", "12", "--save-every", "4", "--other-ranks", "1"]
-    code, output = run_driver(tmp_path, *words, "--url", str(tmp_path / "run"))
+    command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), "--url", str(tmp_path / "run")]
+    command += ["--steps", "12", "--save-every", "4", "--other-ranks", "1"]
+    code, output = finish(command, tmp_path)
     assert code == 0, output
     for sentence in (
         "committed checkpoints are step-00000004, step-00000008, step-00000012",
@@ -52,50 +39,3 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
         assert sentence in output, output
     assert "FAILED" not in output
     assert processes_naming(str(tmp_path)) == []
-
-
-@pytest.mark.timeout(DEADLINE_S + 120)
-def test_main_job_on_the_embedded_s3_server(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same job passes on an S3 server, with every rank saving in a worker process."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    main_job = importlib.import_module("main_job")
-
-    class Forks:
-        """Stands for torchrun: its ranks are forks of a process that has imported torch."""
-
-        def __init__(
-            self, command: list[str], *, env: dict[str, str], stderr: Any, **_: Any
-        ) -> None:
-            at = command.index(str(main_job.TRAIN_SCRIPT))
-            more: dict[str, Any] = {"folder": tmp_path, "deadline_s": DEADLINE_S}
-            environment = {**env, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-            self.code, output = run_script(
-                *command[at:], environment=environment, ranks=int(command[at - 1]), **more
-            )
-            print(output, file=stderr)  # None: to standard output
-
-        def wait(self, timeout: float) -> int:
-            del timeout
-            return self.code
-
-        def poll(self) -> int:
-            return self.code
-
-    stub = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutError)
-    monkeypatch.setattr(main_job, "subprocess", stub)
-    asked = {"steps": 6, "save_every": 2, "kill_at": 4, "saving": "process"}
-    options = argparse.Namespace(**asked, ranks=2, other_ranks=[], deadline_s=DEADLINE_S)
-    with main_job.embedded_s3() as (url, storage_options):
-        driver = main_job.Driver(options, f"{url}/x", storage_options, tmp_path)
-        driver.main_job()
-    output = capsys.readouterr().out
-    assert driver.failed_count == 0, output
-    for sentence in (
-        "Checkpoints go below s3://example/",
-        "ok: the run ended inside the save of step 4",
-        "ok: the newest committed checkpoint is step-00000002",
-        "ok: the losses of steps 3 to 6 are bit-identical to the reference",
-    ):
-        assert sentence in output, output

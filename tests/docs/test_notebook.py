@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from integration_tools import EXAMPLES, ROOT, need
+from limits import HANG_S
 
 need("nbclient")
 need("ipykernel")
@@ -25,14 +26,14 @@ def run(path: Path, folder: Path) -> Any:
     from jupyter_client.manager import KernelManager  # noqa: PLC0415  # as above
     from nbclient import NotebookClient  # noqa: PLC0415  # optional
 
-    # The kernel is of this environment, whichever one "python3" means elsewhere.
+    # The kernel is of this environment, whatever "python3" means elsewhere.
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     spec = KernelSpec(argv=command, language="python", env={"PYTHONPATH": str(ROOT)})
     here = type("Here", (KernelManager,), {"kernel_spec": spec})
     notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]  # its own
     client = NotebookClient(
         notebook,
-        timeout=100,
+        timeout=int(HANG_S),
         kernel_manager_class=here,
         resources={"metadata": {"path": str(folder)}},
     )
@@ -45,7 +46,7 @@ def shown(notebook: Any, source: str) -> dict[str, Any]:
         for cell in notebook.cells
         if cell.cell_type == "code" and cell.source.strip().endswith(source)
     ]
-    results = [one for one in cell.outputs if one.output_type == "execute_result"]
+    results = [output for output in cell.outputs if output.output_type == "execute_result"]
     return dict(results[-1].data)
 
 
@@ -62,7 +63,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert shown(done, "model[1].weight)")["text/plain"] == "True"
     assert shown(done, "report.ok")["text/plain"] == "True"
     assert shown(done, "sorted(part)")["text/plain"] == "['model.2.bias', 'model.2.weight']"
-    outputs = [one for cell in done.cells for one in cell.get("outputs", ())]
+    outputs = [output for cell in done.cells for output in cell.get("outputs", ())]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
 
 

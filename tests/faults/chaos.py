@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,12 +29,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from limits import SLACK_S
+
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent / "support"), str(_HERE.parents[1])]
 
 from launch_history import (  # noqa: E402  # found where this script lies
     ANY_PROCESS,
-    SLACK_S,
     Bounds,
     Event,
     Findings,
@@ -203,13 +205,11 @@ class Round:
 
     def _run_job(self, settings: Settings) -> bool:
         """Run one torchrun; return whether it came to its final save, or never will."""
-        rendezvous: Any = self.rng.choice(["c10d", "static"])
+        launcher: Any = self.rng.choice(["c10d", "static"])
         self._expects_end = False
         self._limit_s, self._next_s = math.inf, 0.0
         self._started_s = time.monotonic()
-        with Job(
-            settings, rank_count=self.rank_count, max_restarts=8, rendezvous=rendezvous
-        ) as job:
+        with Job(settings, rank_count=self.rank_count, max_restarts=8, launcher=launcher) as job:
             problem = self._supervise(job)
             if problem is not None:
                 job.dump_stacks()
@@ -361,6 +361,7 @@ class Round:
             self._expects_end = True
             self._count(kind, "")
             if kind == "end-job":
+                assert isinstance(job.process, subprocess.Popen)
                 self._signal(job.process.pid, signal.SIGTERM)
             else:
                 job.kill()

@@ -18,6 +18,7 @@ import torch
 from consolidate_cases import tensors_of
 from dcp_cases import seeded
 from fault_tools import Opener, each_fault
+from limits import HANG_S
 
 import ckpt_storage
 from ckpt_storage import ConsolidateOptions, Timeouts, errors
@@ -316,13 +317,13 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
         def abort_upload(self, path: str, token: str) -> None:
             super().abort_upload(path, token)
             is_gone.set()
-            assert has_left.wait(threads.END_S)
+            assert has_left.wait(HANG_S)
 
     class Member(FaultBackend):
         """Sends its parts to an upload that is gone."""
 
         def put_part(self, path: str, *args: Any, **more: Any) -> str:
-            assert is_gone.wait(threads.END_S)
+            assert is_gone.wait(HANG_S)
             return super().put_part(path, *args, **more)
 
         def close(self) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dcp_cases import seeded
 from fault_ranks import Line
 from fork_server import ForkServer, exit_codes
+from limits import SLACK_S
 from saver_cases import until
 
 import ckpt_storage
@@ -26,9 +27,6 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
 pytestmark = pytest.mark.deadline
 
 PHASE_S = 4.0
-SLACK_S = 5.0
-"""What is promised beyond a deadline."""
-
 EXIT_S = 30.0
 """An interpreter with torch needs less to exit; to join a hung thread would be for ever."""
 
@@ -84,7 +82,7 @@ def told_by(
     logs = {line: line.folder / f"log-{line.rank}" for line in lines}
     for line, log in logs.items():
         fork_server.start(log, _call, line, int(line.folder.name), call, options)
-    until(lambda: all(line.read_report("ready") for line in lines), "all ranks are ready", 150.0)
+    until(lambda: all(line.read_report("ready") for line in lines), "all ranks are ready")
     hang()
     for line in lines:
         line.answer("ready")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import saver_cases as cases
 from fork_server import ForkServer
+from limits import HANG_S, SLACK_S
 
 from ckpt_storage import RankFailedError, SaveState, list_checkpoints
 from ckpt_storage.testing.ranks import RankPool
@@ -26,7 +27,7 @@ PATIENCE_S = 2.0
 def _engine_process(requests: Queue[Any], began: Event, _saved: Event) -> None:
     requests.get()
     began.set()
-    time.sleep(cases.END_S)  # a write that takes its time, until the process is killed
+    time.sleep(HANG_S)  # a write that takes its time, until the process is killed
 
 
 class PlainEngine:
@@ -55,10 +56,10 @@ def test_plain_pattern_waits_for_a_dead_process() -> None:
     """The pattern fails: neither its wait nor its finalizer returns once the process is dead."""
     engine = PlainEngine()
     engine.save(1)
-    assert engine.began.wait(cases.END_S)
+    assert engine.began.wait(HANG_S)
     assert engine.process.pid is not None
     os.kill(engine.process.pid, signal.SIGKILL)
-    engine.process.join(cases.END_S)
+    engine.process.join(HANG_S)
     assert engine.process.exitcode == -signal.SIGKILL
     waits = [threading.Thread(target=wait, daemon=True) for wait in (engine.commit, engine.__del__)]
     for waiting in waits:
@@ -67,7 +68,7 @@ def test_plain_pattern_waits_for_a_dead_process() -> None:
     are_blocked = [waiting.is_alive() for waiting in waits]
     engine.saved.set()
     for waiting in waits:
-        waiting.join(cases.END_S)
+        waiting.join(HANG_S)
     engine.requests.close()
     engine.requests.join_thread()
     engine.process.close()
@@ -84,11 +85,11 @@ def _killed(rank: int, folder: str) -> list[Any]:
     begin = time.monotonic()
     if rank == 1:
         os.kill(pid, signal.SIGKILL)
-    error = handle.exception(cases.END_S)
+    error = handle.exception(HANG_S)
     waited_s = time.monotonic() - begin
     with saver.step_guard():
         pass  # training goes on
-    cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+    cases.save_step(saver, folder, rank, 1).result(HANG_S)
     last = saver.worker_pid
     begin = time.monotonic()
     del saver  # its finalizer must not block
@@ -108,7 +109,7 @@ def test_killed_worker_is_an_error_on_all_ranks_and_training_goes_on(
         assert "ank 1" in text
         assert "write phase" in text
         assert state is SaveState.FAILED
-        assert waited_s < cases.SLACK_S
+        assert waited_s < SLACK_S
         assert forgotten_s < PATIENCE_S
     assert [info.name for info in list_checkpoints(tmp_path)] == ["step-1"]
     for rank in range(2):

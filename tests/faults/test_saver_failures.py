@@ -16,6 +16,7 @@ import saver_cases as cases
 import torch
 import torch.distributed as dist
 from dcp_cases import same
+from limits import HANG_S
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_storage
@@ -65,7 +66,7 @@ def _error_of(
 ) -> BaseException | None:
     """Save; return what that raised, or its handle."""
     try:
-        return cases.save_step(saver, folder, rank, step).exception(cases.END_S)
+        return cases.save_step(saver, folder, rank, step).exception(HANG_S)
     except ckpt_storage.CheckpointError as error:
         return error
 
@@ -83,7 +84,7 @@ def _begin(saver: ckpt_storage.AsyncSaver, folder: str, rank: int, what: str) ->
         blocker.touch()
         url = f"{blocker}/below-a-file"
     try:
-        return saver.save(state, url, **options).exception(cases.END_S)
+        return saver.save(state, url, **options).exception(HANG_S)
     except ckpt_storage.CheckpointError as error:
         return error
 
@@ -98,7 +99,7 @@ def _failing(rank: int, folder: str, mode: Any) -> list[Any]:
             seen.append((what, type(error).__name__, str(error), printed))
             step = number + 1
             # No rank is told twice, and a state is not that of an earlier save.
-            cases.save_step(saver, folder, rank, step).result(cases.END_S)
+            cases.save_step(saver, folder, rank, step).result(HANG_S)
             assert same(cases.loaded(f"{folder}/step-{step}", rank), cases.state_of(rank, step))
             dist.barrier()
         # A failure of a save is none of the worker.
@@ -111,7 +112,7 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
     ranks: RankPool, tmp_path: Path, mode: str
 ) -> None:
     """Whatever fails on rank 1, both ranks raise and name it, nothing is committed, all goes on."""
-    first, second = ranks.run(_failing, str(tmp_path), mode, world_size=2, timeout_s=120)
+    first, second = ranks.run(_failing, str(tmp_path), mode, world_size=2)
     for ours, theirs in zip(first, second, strict=True):
         (what, kind, text, printed), (_, other_kind, other_text, other_printed) = ours, theirs
         if what in {"planner raises", "planner exits"}:
@@ -137,14 +138,14 @@ def test_failure_that_nobody_asked_for_is_raised_once(
     with cases.quick_saver("thread", on_error=on_error) as saver:
         handle = cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
         if taken:
-            assert "divides by zero" in str(handle.exception(cases.END_S))
+            assert "divides by zero" in str(handle.exception(HANG_S))
         if on_error == "raise" and not taken:
             with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero") as caught:
                 cases.save_step(saver, tmp_path, 0, 1)
             assert any("step-1 has begun all the same" in note for note in caught.value.__notes__)
         else:
             cases.save_step(saver, tmp_path, 0, 1)
-        cases.save_step(saver, tmp_path, 0, 2).result(cases.END_S)
+        cases.save_step(saver, tmp_path, 0, 2).result(HANG_S)
     assert _saved_in(tmp_path) == {"step-1", "step-2"}
 
 
@@ -164,8 +165,8 @@ def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
     for end in (saver.wait, saver.close):
         cases.save_step(saver, tmp_path, 0, 0, planner=cases.BrokenPlanner())
         with pytest.raises(ckpt_storage.CheckpointError, match="divides by zero"):
-            end(cases.END_S)
-        end(cases.END_S)
+            end(HANG_S)
+        end(HANG_S)
     with pytest.raises(ckpt_storage.InvalidInputError, match="closed"):
         cases.save_step(saver, tmp_path, 0, 1)
 
@@ -181,7 +182,7 @@ def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path) -> None:
             saver.wait(0.01)
         assert any("step-1 has not ended" in note for note in caught.value.__notes__)
         hold.go()
-        going.result(cases.END_S)
+        going.result(HANG_S)
 
 
 def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
@@ -200,7 +201,7 @@ def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
         saver = cases.quick_saver(mode)
         error = _error_of(saver, folder, rank, 0)
     with saver:
-        cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+        cases.save_step(saver, folder, rank, 1).result(HANG_S)
     return [type(error).__name__, str(error)]
 
 
@@ -224,7 +225,7 @@ def _asked_on_one(rank: int, folder: str) -> list[str]:
         planner = cases.BrokenPlanner() if rank == 1 else None
         handle = cases.save_step(saver, folder, rank, 0, planner=planner)
         if rank == 0:
-            handle.exception(cases.END_S)
+            handle.exception(HANG_S)
         return [type(_error_of(saver, folder, rank, step)).__name__ for step in (1, 2)]
 
 
@@ -251,7 +252,7 @@ def test_interrupt_while_staging_ends_the_save(
             patch.setattr(saver, "StagingJob", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cases.save_step(ours, tmp_path, 0, 0)
-        cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
+        cases.save_step(ours, tmp_path, 0, 1).result(HANG_S)
     assert _saved_in(tmp_path) == {"step-1"}
 
 
@@ -265,7 +266,7 @@ def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
         handle = cases.save_step(
             ours, tmp_path, 0, 0, consolidate=ckpt_storage.ConsolidateOptions(rename=rename)
         )
-        error = handle.exception(cases.END_S)
+        error = handle.exception(HANG_S)
     assert isinstance(error, ckpt_storage.ConsolidationError)
     assert "SystemExit: no name" in str(error)
     assert handle.state is ckpt_storage.SaveState.COMMITTED
@@ -287,8 +288,8 @@ def test_a_done_callback_that_exits_ends_no_later_save(
         first = cases.save_step(ours, tmp_path, 0, 0, planner=cases.held(hold))
         first.add_done_callback(exits)
         hold.go()
-        assert called.wait(cases.END_S)
-        assert cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S).name == "step-1"
+        assert called.wait(HANG_S)
+        assert cases.save_step(ours, tmp_path, 0, 1).result(HANG_S).name == "step-1"
     assert "A callback of the save to" in caplog.text
 
 
@@ -312,8 +313,8 @@ def test_what_breaks_after_the_commit_is_no_failure(tmp_path: Path, mode: Any) -
     """A committed save never ends FAILED, whatever was raised behind the commit; the next works."""
     with cases.quick_saver(mode, on_error="warn") as ours:
         first = cases.save_step(ours, tmp_path, 0, 0, planner=Forgetful())
-        first.exception(cases.END_S)
-        cases.save_step(ours, tmp_path, 0, 1).result(cases.END_S)
+        first.exception(HANG_S)
+        cases.save_step(ours, tmp_path, 0, 1).result(HANG_S)
     assert first.state in {ckpt_storage.SaveState.UNKNOWN, ckpt_storage.SaveState.COMMITTED}
     assert _saved_in(tmp_path) == {"step-0", "step-1"}
 
@@ -331,9 +332,10 @@ def _copies_late(rank: int, folder: str) -> str:
         timeout = cases.quick_timeouts(plan=1.0)
         with cases.quick_saver("thread", timeout=timeout, on_error="warn") as ours:
             handle = cases.save_step(ours, folder, rank, 0, block_until_staged=False)
-            return str(handle.exception(cases.END_S))
+            return str(handle.exception(HANG_S))
 
 
+@pytest.mark.deadline
 def test_a_copy_that_fails_late_is_told_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """The deadline for planning begins once the state is copied, or is not."""
     for told in ranks.run(_copies_late, str(tmp_path), world_size=2):
@@ -360,7 +362,7 @@ def _told_before_its_word(rank: int, folder: str) -> str:
         else:
             patch.setattr(Operation, "gather", late)
         with pytest.raises(ckpt_storage.CheckpointError) as caught:
-            ckpt_storage.save(cases.state_of(rank, 0), f"{folder}/a", timeout=cases.END_S)
+            ckpt_storage.save(cases.state_of(rank, 0), f"{folder}/a", timeout=HANG_S)
     return type(caught.value).__name__
 
 

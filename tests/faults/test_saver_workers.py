@@ -16,6 +16,7 @@ import pytest
 import saver_cases as cases
 import torch.distributed as dist
 from dcp_cases import same
+from limits import HANG_S, SLACK_S
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
 from ckpt_storage.background import worker_process
@@ -47,8 +48,9 @@ def _is_listed(folder: str, step: int) -> bool:
 def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
     """End workers in each cell, on one saver; return how the saves went."""
     seen = []
-    with cases.quick_saver("process", on_error="warn") as saver:
-        cases.save_step(saver, folder, rank, 0).result(cases.END_S)
+    timeouts = cases.quick_timeouts(silence=cases.SILENCE_S)
+    with cases.quick_saver("process", timeout=timeouts, on_error="warn") as saver:
+        cases.save_step(saver, folder, rank, 0).result(HANG_S)
         for step, (where, victim) in enumerate(cells, start=1):
             marks = Path(folder) / f"marks-{step}"
             marks.mkdir(exist_ok=True)
@@ -70,7 +72,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                 (marks / "time").write_text(str(time.monotonic()))
                 os.kill(pid, number)
                 hold.go()
-            error = handle.exception(cases.END_S)
+            error = handle.exception(HANG_S)
             seen.append(
                 {
                     "state": handle.state,
@@ -82,7 +84,7 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
             )
             assert where != "outcome" or Path(folder, f"step-{step}", "hf").is_dir()
             after = cases.save_step(saver, f"{folder}/after", rank, step)
-            after.result(cases.END_S)
+            after.result(HANG_S)
             if rank == victim:
                 assert not cases.is_alive(pid)
             dist.barrier()
@@ -101,9 +103,7 @@ def test_worker_that_is_ended_is_told_on_all_ranks(
     ranks: RankPool, tmp_path: Path, number: int, cells: tuple[Cell, ...]
 ) -> None:
     """All ranks end alike, truly and in time, wherever the worker was; the next save works."""
-    outcomes = ranks.run(
-        _deaths, str(tmp_path), number, cells, world_size=2, timeout_s=len(cells) * 40
-    )
+    outcomes = ranks.run(_deaths, str(tmp_path), number, cells, world_size=2)
     for step, ((where, victim), *seen) in enumerate(zip(cells, *outcomes, strict=True), start=1):
         is_there = _is_listed(str(tmp_path), step)
         assert is_there == (where in {"committed", "outcome"}), seen
@@ -114,7 +114,7 @@ def test_worker_that_is_ended_is_told_on_all_ranks(
             if victim == 0 and (where == "commit" or (number == signal.SIGSTOP and not one["own"])):
                 allowed.add(SaveState.UNKNOWN)
             assert one["state"] in allowed, seen
-            limit_s = cases.SLACK_S if number == signal.SIGKILL else cases.SILENCE_S + cases.SLACK_S
+            limit_s = SLACK_S if number == signal.SIGKILL else cases.SILENCE_S + SLACK_S
             assert one["after_s"] < limit_s, seen
             if one["state"] is SaveState.FAILED:
                 assert one["failures"] == [victim], seen
@@ -134,10 +134,10 @@ def _dies_while_others_write(rank: int, folder: str) -> list[Any]:
             time.sleep(1.0)  # now it waits for the other part
             begin = time.monotonic()
             os.kill(saver.worker_pid or 0, signal.SIGKILL)
-            handle.exception(cases.END_S)
+            handle.exception(HANG_S)
             hold.go()
         waited_s = time.monotonic() - begin
-        return [handle.state if handle.exception(cases.END_S) else None, waited_s]
+        return [handle.state if handle.exception(HANG_S) else None, waited_s]
 
 
 @pytest.mark.deadline
@@ -147,19 +147,19 @@ def test_worker_that_is_ended_while_others_write_is_told_at_once(
     """The worker of rank 0 is to commit: without it, nobody need write on."""
     first, second = ranks.run(_dies_while_others_write, str(tmp_path), world_size=2)
     assert first[0] is second[0] is SaveState.FAILED
-    assert first[1] < cases.SLACK_S
+    assert first[1] < SLACK_S
     assert list_checkpoints(tmp_path) == []
 
 
 def test_worker_that_is_ended_while_it_idles_costs_no_save(tmp_path: Path) -> None:
     """A worker that died between saves is replaced; the save succeeds."""
     with cases.quick_saver("process") as saver:
-        cases.save_step(saver, tmp_path, 0, 0).result(cases.END_S)
+        cases.save_step(saver, tmp_path, 0, 0).result(HANG_S)
         pid = saver.worker_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         cases.until(lambda: saver.worker_pid is None, "the end of the worker")
-        cases.save_step(saver, tmp_path, 0, 1).result(cases.END_S)
+        cases.save_step(saver, tmp_path, 0, 1).result(HANG_S)
         assert saver.worker_pid != pid
 
 
@@ -172,15 +172,15 @@ def _never_starts(rank: int, folder: str) -> list[str]:
                 patch.setattr(worker_process, "start_process", lambda *_: subprocess.Popen(command))
                 os.kill(saver.worker_pid or 0, signal.SIGKILL)
                 cases.until(lambda: saver.worker_pid is None, "the end of the first worker")
-            error = cases.save_step(saver, folder, rank, 0).exception(cases.END_S)
+            error = cases.save_step(saver, folder, rank, 0).exception(HANG_S)
         assert isinstance(error, CheckpointError)
-        cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+        cases.save_step(saver, folder, rank, 1).result(HANG_S)
     return [type(error).__name__, str(error)]
 
 
 def test_worker_that_never_starts_is_told_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """All ranks raise; where a worker did not begin, the reason is hinted at."""
-    first, second = ranks.run(_never_starts, str(tmp_path), world_size=2, timeout_s=120)
+    first, second = ranks.run(_never_starts, str(tmp_path), world_size=2)
     assert first[0] == second[0] == RankFailedError.__name__
     assert "exit code 3" in first[1]
     assert "exit code 3" in second[1]
@@ -201,15 +201,16 @@ def _starts_late(rank: int, folder: str, *, is_cancelled: bool) -> SaveState:
             if not is_cancelled:
                 time.sleep(10.0)  # the fault itself: beyond the deadline, and what ranks add to it
                 gate.touch()
-            handle.exception(cases.END_S)
+            handle.exception(HANG_S)
             dist.barrier()
             gate.touch()
             if is_cancelled:
-                cases.save_step(saver, folder, rank, 1).result(cases.END_S)
+                cases.save_step(saver, folder, rank, 1).result(HANG_S)
             assert saver.worker_pid == pid
     return handle.state
 
 
+@pytest.mark.deadline
 def test_start_of_a_worker_does_not_count_as_planning(ranks: RankPool, tmp_path: Path) -> None:
     """The first save commits, however long the worker of one rank takes to start."""
     ended = ranks.run(partial(_starts_late, is_cancelled=False), str(tmp_path), world_size=2)
@@ -224,17 +225,19 @@ def test_cancel_while_a_worker_starts_waits_for_no_worker(ranks: RankPool, tmp_p
 
 def _without_heartbeats(rank: int, folder: str) -> SaveState:
     """Save; while it writes, the trainer sends no heartbeats for longer than the silence limit."""
-    with cases.quick_saver("process") as saver:
+    timeouts = cases.quick_timeouts(silence=cases.SILENCE_S)
+    with cases.quick_saver("process", timeout=timeouts) as saver:
         hold = cases.Hold(folder, "write", rank)
         handle = cases.save_step(saver, folder, rank, 0, planner=cases.held(hold))
         hold.reached()
         with patch.object(FailureDetector, "_send", lambda _: None):
-            time.sleep(1.5 * cases.quick_timeouts().silence)  # the fault itself
+            time.sleep(1.5 * cases.SILENCE_S)  # the fault itself
         hold.go()
-        handle.result(cases.END_S)
+        handle.result(HANG_S)
         return handle.state
 
 
+@pytest.mark.deadline
 def test_workers_send_heartbeats_of_a_trainer_that_is_busy(ranks: RankPool, tmp_path: Path) -> None:
     """No rank is taken for dead, and the first save commits."""
     ended = ranks.run(_without_heartbeats, str(tmp_path), world_size=2)

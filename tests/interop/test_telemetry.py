@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from dcp_cases import seeded
 from integration_tools import missing
+from limits import HANG_S
+from saver_cases import quick_saver
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver
@@ -79,7 +81,7 @@ def test_a_save_is_a_span_with_its_phases(
         if mode == "save":
             info = ckpt_storage.save(STATE, tmp_path / "step-7", step=7)
         else:
-            with AsyncSaver(mode=mode) as saver:
+            with quick_saver(mode) as saver:
                 info = saver.save(STATE, tmp_path / "step-7", step=7).result()
     span, children = family(spans, "ckpt_storage.save")
     given = dict(span.attributes or {})
@@ -165,7 +167,7 @@ def test_nothing_is_imported_for_a_program_that_does_not_use_it(tmp_path: Path) 
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout.strip() == "[]"

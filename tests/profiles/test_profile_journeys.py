@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_S
 from profiles import Service, message_of, profile_server, service, state_of
 from safetensors.torch import load_file
 
@@ -153,7 +154,9 @@ def test_a_publisher_that_was_paused_brings_back_no_older_save(service: Service)
     service.server.faults([paused])
     with ThreadPoolExecutor(1) as thread:
         older = thread.submit(service.save, 2, url, overwrite=True)
-        service.server.wait_for(lambda requests: any(one.fault for one in requests))
+        service.server.wait_for(
+            lambda requests: any(record.fault for record in requests), timeout_s=HANG_S
+        )
         newer = service.save(3, url, overwrite=True)
         older.result(60.0)
     assert newer.save_id is not None

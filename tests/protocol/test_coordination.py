@@ -16,11 +16,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import HANG_S, SLACK_S
 from rank_threads import (
-    END_S,
     LONG,
     POLL_S,
-    SLACK_S,
     TERMS,
     Ended,
     Fault,
@@ -201,7 +200,7 @@ def _check_silent_rank(who: int) -> None:
                     "the heartbeat did not arrive",
                 )
                 store.silent.add(who)
-                assert hold.wait(END_S)
+                assert hold.wait(HANG_S)
                 return
             try:
                 operation.all_gather(b"")
@@ -233,10 +232,10 @@ def _check_busy_rank(who: int) -> None:
         with ranks.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             # Deadlines in the order of the ranks' patience, however slow a thread is.
-            all_have_met.wait(END_S)
+            all_have_met.wait(HANG_S)
             operation.phase("write", total_bytes=10)
             if ranks.rank == who:
-                assert done.wait(END_S)
+                assert done.wait(HANG_S)
                 return
             try:
                 operation.all_gather(b"")
@@ -258,15 +257,8 @@ def test_a_rank_that_loses_the_store_is_named_within_the_deadline() -> None:
     each(itertools.product(("fails", "hangs"), ("before", "in the middle")), _check_lost_store)
 
 
-def _check_lost_store(how: str, when: str) -> None:
-    store = SharedStore()
-    hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
-
-    def lose() -> None:
-        if how == "fails":
-            store.cut(2)
-        else:
-            store.add_fault(hanging)
+def _lose_store(store: SharedStore, lose: Callable[[], object], when: str) -> list[Ended]:
+    """Run an operation of three ranks that lose the store before it or in its write."""
 
     def body(ranks: RankGroup) -> None:
         timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
@@ -277,10 +269,21 @@ def _check_lost_store(how: str, when: str) -> None:
                 lose()
             operation.all_gather(b"")
 
+    ranks = group(store, 3)
     if when == "before":
         lose()
+    return run(ranks, body)
+
+
+def _check_lost_store(how: str, when: str) -> None:
+    store = SharedStore()
+    hanging = Fault(effect="hangs", rank=2, key="", count=10**6)
+    loses: dict[str, Callable[[], object]] = {
+        "fails": lambda: store.cut(2),
+        "hangs": lambda: store.add_fault(hanging),
+    }
     try:
-        ended = run(group(store, 3), body)
+        ended = _lose_store(store, loses[how], when)
     finally:
         hanging.released.set()
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
@@ -296,20 +299,7 @@ def _check_lost_store(how: str, when: str) -> None:
 def test_a_store_that_all_lose_is_an_error_of_each_rank(when: str) -> None:
     """Each names itself, as nobody knows more, within the deadline."""
     store = SharedStore()
-
-    def body(ranks: RankGroup) -> None:
-        timeouts = Timeouts(plan=1.0, write=1.0, silence=2.0)
-        with ranks.operation("the test", timeouts=timeouts) as operation:
-            operation.meet(TERMS)
-            operation.phase("write")
-            if ranks.rank == 2:
-                store.cut(0, 1, 2)
-            operation.all_gather(b"")
-
-    ranks = group(store, 3)
-    if when == "before":
-        store.cut(0, 1, 2)
-    ended = run(ranks, body)
+    ended = _lose_store(store, lambda: store.cut(0, 1, 2), when)
     for rank, (error, one) in enumerate(zip(errors(ended), ended, strict=True)):
         assert isinstance(error, RankFailedError)
         assert (error.rank, error.is_silent) == (rank, True)
@@ -371,7 +361,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
 ) -> None:
     """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
     left = threading.Event()
-    monkeypatch.setattr(rounds_module, "_FINISH_S", END_S)
+    monkeypatch.setattr(rounds_module, "_FINISH_S", HANG_S)
 
     def body(ranks: RankGroup) -> bytes:
         with ranks.operation("the test", timeouts=LONG) as operation:
@@ -401,7 +391,7 @@ def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> 
             if ranks.is_coordinator:
                 operation.must_discard = True
                 raise CheckpointError("rank 0 failed")
-            may_leave.wait(END_S)
+            may_leave.wait(HANG_S)
             operation.broadcast(b"")
         may_leave.set()
         return operation.must_discard
@@ -421,7 +411,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
             operation.phase("commit")
             if ranks.rank == 1:
                 store.silent.add(1)
-                assert gone.wait(END_S)
+                assert gone.wait(HANG_S)
                 return b"dead"
             answer = operation.broadcast(b"done")
         gone.set()
@@ -442,7 +432,7 @@ def test_a_coordinator_that_ends_overwrites_no_failure() -> None:
                 operation.meet(TERMS)
                 if ranks.rank == 1:
                     raise StorageError("no space")
-                assert failed.wait(END_S)
+                assert failed.wait(HANG_S)
         finally:
             failed.set()
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import pytest
 from fault_tools import each_fault
+from limits import HANG_S
 from local_stores import error_of, local_store
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -240,7 +241,7 @@ def test_a_descriptor_outlives_an_abort_while_a_thread_writes(
         write()
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    assert posix.script.wait_hung(30)
+    assert posix.script.wait_hung(HANG_S)
     if completes:
         with pytest.raises(StorageError, match="still being written"):
             started.complete(len(NEW))

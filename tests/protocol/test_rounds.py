@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 import rank_threads as threads
+from limits import HANG_S, SLACK_S
 from rank_threads import (
-    END_S,
     LONG,
-    SLACK_S,
     TERMS,
     Fault,
     SharedStore,
@@ -142,7 +141,7 @@ def test_the_rank_ahead_keeps_its_deadline() -> None:
 
     def body(ranks: RankGroup) -> Any:
         if ranks.rank == 1:
-            begin.wait(END_S)
+            begin.wait(HANG_S)
             return rolling(ranks, 900, timeouts=Timeouts(plan=0.6))
         ended = []
         for step in range(100, 500, 100):
@@ -188,7 +187,7 @@ def _check_late_rank(call: Callable[..., Any], late_count: int) -> None:
 
     def body(ranks: RankGroup) -> list[Any]:
         if ranks.rank == 1:
-            assert gave_up.wait(END_S)
+            assert gave_up.wait(HANG_S)
         timeouts = LONG if ranks.rank == 1 else SHORT
         ended = [call(ranks, number, timeouts=timeouts) for number in range(late_count)]
         if ranks.rank == 0:
@@ -206,7 +205,7 @@ def test_a_rank_that_skipped_several_saves_passes_all_of_them() -> None:
 
     def body(ranks: RankGroup) -> list[Any]:
         if ranks.rank == 1:
-            assert gave_up.wait(END_S)
+            assert gave_up.wait(HANG_S)
             return [rolling(ranks, step) for step in (400, 500)]
         ended = [rolling(ranks, step, timeouts=SHORT) for step in (100, 200, 300)]
         gave_up.set()
@@ -272,13 +271,13 @@ def _check_calls_without_the_store(before: str, failing: int, raises: bool) -> N
             assert isinstance(unnumbered(ranks, 0, inside=raise_begun), CheckpointError)
         errors, more = [], {"inside": raise_begun} if is_failing and raises else {}
         for mark in (1, 2):
-            turns.wait(END_S)
+            turns.wait(HANG_S)
             store.cut(failing)
-            turns.wait(END_S)
+            turns.wait(HANG_S)
             errors.append(unnumbered(ranks, mark, timeouts=Timeouts(plan=0.2, silence=0.2), **more))
-        turns.wait(END_S)
+        turns.wait(HANG_S)
         store.mend()
-        turns.wait(END_S)
+        turns.wait(HANG_S)
         return [errors, unnumbered(ranks, 3), unnumbered(ranks, 4)]
 
     for rank, (errors, *after) in enumerate(values(run(group(store, 3), body))):
@@ -359,7 +358,7 @@ def test_a_failure_whose_release_is_lost_reaches_all_ranks_before_the_deadline()
         if (operation.rank, stage) == (1, "writing"):
             raise CheckpointError("The disk is on fire.")
 
-    timeouts = Timeouts(plan=END_S, write=2.0, commit=2.0, silence=END_S)
+    timeouts = Timeouts(plan=HANG_S, write=30.0, commit=30.0, silence=HANG_S)
     ended = values(
         run(group(store, 3), lambda ranks: rolling(ranks, 1, timeouts=timeouts, inside=inside))
     )
@@ -376,7 +375,7 @@ def test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadli
     store.add_fault(Fault(effect="request lost", rank=1, key="/1/2/release$", count=1_000))
 
     def cancel(operation: Operation) -> None:
-        assert claim.seen.wait(END_S)
+        assert claim.seen.wait(HANG_S)
         operation.failed(SaveCancelledError("cancelled by the user"))
         claim.released.set()
 
@@ -405,7 +404,7 @@ def _cancelling(canceller: int, stage: str) -> Callable[[Operation, str], None]:
         cancelled.set()
 
     def cancel_when_ready(operation: Operation) -> None:
-        ready.wait(END_S)
+        ready.wait(HANG_S)
         cancel(operation)
 
     # In some stages the canceller waits for the other rank, which comes once that is cancelled.
@@ -414,10 +413,10 @@ def _cancelling(canceller: int, stage: str) -> Callable[[Operation, str], None]:
 
     def inside(operation: Operation, reached: str) -> None:
         if reached == stage and is_decided:
-            ready.wait(END_S)
-            assert cancelled.wait(END_S)
+            ready.wait(HANG_S)
+            assert cancelled.wait(HANG_S)
         elif operation.rank != canceller:
-            assert reached != held_in or cancelled.wait(END_S)
+            assert reached != held_in or cancelled.wait(HANG_S)
         elif reached == held_in:
             threading.Timer(0.1, cancel, [operation]).start()
         elif reached == "begun" and is_decided:
@@ -470,7 +469,7 @@ def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(cancell
         if stage == "begun" and operation.rank == canceller:
             threading.Timer(0.1, cancel, [operation]).start()
         elif stage == "begun":
-            assert hanging.seen.wait(END_S)
+            assert hanging.seen.wait(HANG_S)
         elif stage == "committing":
             hanging.released.set()
             time.sleep(0.3)
@@ -515,7 +514,7 @@ def test_a_member_that_sees_no_end_of_a_claimed_commit_cannot_tell() -> None:
 
     def inside(_: Operation, stage: str) -> None:
         if stage == "committing":
-            assert gave_up.wait(END_S)
+            assert gave_up.wait(HANG_S)
 
     def body(ranks: RankGroup) -> list[Any]:
         timeouts = LONG if ranks.is_coordinator else Timeouts(commit=0.3)
@@ -535,7 +534,7 @@ def test_a_member_that_waits_for_an_unclaimed_commit_fails_it_for_all() -> None:
 
     def inside(operation: Operation, stage: str) -> None:
         if stage == "writing" and operation.rank == 0:
-            assert done.wait(END_S)
+            assert done.wait(HANG_S)
 
     def body(ranks: RankGroup) -> list[Any]:
         timeouts = LONG if ranks.is_coordinator else Timeouts(commit=0.3)
@@ -666,18 +665,19 @@ def test_a_poll_begins_at_the_first_request_with_a_missing_key() -> None:
     """Keys of earlier requests are not checked again."""
     store = SharedStore()
     keys, names = store.keys_of(0), [f"key {number}" for number in range(3_000)]
-    keys.set_many(dict.fromkeys(names[:2_000], b""), END_S)
-    missing = keys.skip_present(names, END_S)
+    keys.set_many(dict.fromkeys(names[:2_000], b""), HANG_S)
+    missing = keys.skip_present(names, HANG_S)
     assert (missing[0], len(missing)) == ("key 1024", 1_976)
     before = len(store.requests)
-    assert keys.skip_present(missing, END_S) == missing
+    assert keys.skip_present(missing, HANG_S) == missing
     assert len(store.requests) == before + 1
-    assert list(keys.skip_present(names[:2_000], END_S)) == []
+    assert list(keys.skip_present(names[:2_000], HANG_S)) == []
 
 
 # Heartbeats.
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("watching", [0, 1])
 def test_a_process_that_was_stopped_takes_no_other_for_dead(watching: int) -> None:
     """Silence is counted in looks, each a fresh read: the others' heartbeats went on."""
@@ -693,16 +693,17 @@ def test_a_process_that_was_stopped_takes_no_other_for_dead(watching: int) -> No
                 time.sleep(silence_s)
                 over.set()
             else:
-                assert over.wait(END_S)
+                assert over.wait(HANG_S)
 
     def body(ranks: RankGroup) -> Any:
-        silence = silence_s if ranks.rank == watching else END_S
+        silence = silence_s if ranks.rank == watching else HANG_S
         # Beats as frequent as those of a rank whose limit is short.
         return rolling(ranks, 1, timeouts=Timeouts(silence=silence), inside=inside)
 
     assert values(run(group(store, 2), body)) == [{1}] * 2
 
 
+@pytest.mark.deadline
 def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     """As long as it sends heartbeats; without them the rank is named."""
     store, silence_s = SharedStore(), 0.6
@@ -718,7 +719,7 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
         progress = Heartbeats(1)
         progress.number = lane.number
         while not over.wait(0.1):
-            heartbeat_keys(client).set(lane.heartbeat_key(1), progress.pack(), END_S)
+            heartbeat_keys(client).set(lane.heartbeat_key(1), progress.pack(), HANG_S)
 
     def inside(operation: Operation, stage: str) -> None:
         if stage == "writing":
@@ -729,7 +730,7 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
                 # Not asserted here: the operation would turn that into its own error.
                 failures.append(operation.failure())
                 over.set()
-                assert is_named.wait(END_S)
+                assert is_named.wait(HANG_S)
 
     def body(ranks: RankGroup) -> Any:
         try:
@@ -740,7 +741,7 @@ def test_the_worker_keeps_a_silent_trainer_alive() -> None:
     worker = threading.Thread(target=beat_as_worker, daemon=True)
     worker.start()
     error, _ = values(run(group(store, 2), body))
-    worker.join(END_S)
+    worker.join(HANG_S)
     assert failures == [None]
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.is_silent) == (1, True)
@@ -758,12 +759,12 @@ def test_a_worker_does_not_replace_heartbeats_of_its_trainer() -> None:
 
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout == 1.0
-            if seen or keys.get(key, END_S):
+            if seen or keys.get(key, HANG_S):
                 member = Heartbeats(1)
-                member.receive(keys.get(key, END_S) or b"")
+                member.receive(keys.get(key, HANG_S) or b"")
                 seen.append(2 in member.known())
             if len(seen) < 5:
-                keys.set(key, trainer.pack(), END_S)
+                keys.set(key, trainer.pack(), HANG_S)
             return len(seen) == 8
 
     address = SimpleNamespace(connect=partial(store.connect, 101))
@@ -789,7 +790,7 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
         lane.processes = {1: replace(own, pid=process.pid)}
         detector.note_met()
         process.kill()
-        assert lost.get(timeout=END_S) == ([1], "died")
+        assert lost.get(timeout=HANG_S) == ([1], "died")
     detector.stop()
 
 
@@ -798,6 +799,7 @@ def test_processes_of_this_host_are_watched_as_soon_as_ranks_have_met() -> None:
 NAMES = (4, 7, 9)
 
 
+@pytest.mark.deadline
 def test_errors_name_global_ranks() -> None:
     """In a group of some of the job's ranks as well, whatever went wrong."""
     hows = "missing", "failing", "skipping", "silent", "busy", "without the store", "cancelling"
@@ -809,7 +811,7 @@ def _check_names(how: str, who: int) -> None:
     ranks = group(store, 3, NAMES)
     timeouts = Timeouts(
         # A rank that is ahead waits for the others, which may end before their first heartbeat.
-        plan={"missing": 0.5, "skipping": 5.0}.get(how, END_S),
+        plan={"missing": 0.5, "skipping": 5.0}.get(how, HANG_S),
         write=0.5,
         commit=0.8,
         silence=0.5 if how == "silent" else 5.0,
@@ -823,7 +825,7 @@ def _check_names(how: str, who: int) -> None:
         be_busy(operation)
 
     def be_busy(_: Operation) -> None:
-        assert done.wait(END_S)
+        assert done.wait(HANG_S)
 
     misbehave: dict[str, Callable[[Operation], object]] = {
         "failing": raise_error,

@@ -17,6 +17,7 @@ from fault_tools import Faulty
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from limits import HANG_S
 from manager_cases import blank, seen_in, state_of, step_in
 from prune_cases import name_of
 from safetensors.torch import load_file
@@ -61,7 +62,7 @@ class Run(RuleBasedStateMachine):
 
     def begin_process(self) -> None:
         abilities.RECORDS.clear()  # as in a new process
-        self.manager = CheckpointManager(self.folder / "fast", timeout=60, mode="thread")
+        self.manager = CheckpointManager(self.folder / "fast", timeout=HANG_S, mode="thread")
         self.fast_root, self.slow_root = (
             Root(Location.of(self.folder / name), StepNames()) for name in ("fast", "slow")
         )

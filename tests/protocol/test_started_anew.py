@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import rank_threads as threads
 import torch.distributed as dist
+from limits import HANG_S
 from rank_threads import Fault, SharedStore
 
 from ckpt_storage import CheckpointError, PhaseTimeoutError, SaveCancelledError, Timeouts
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 SHORT = Timeouts(plan=0.15, silence=5)
-LONG = Timeouts(plan=20, silence=5)
+LONG = Timeouts(plan=HANG_S)
 
 
 def tried(ranks: RankGroup, url: str, value: int, timeouts: Timeouts = LONG) -> Any:
@@ -135,7 +136,7 @@ def test_a_cancel_in_an_old_session_fails_the_operation_in_the_new_one() -> None
         with member.operation("the save to x", timeouts=LONG) as operation:
             operations.append(operation)
             operation.meet(threads.TERMS, identity=Identity(kind="the save", url="/x"))
-            assert cancelled.wait(threads.END_S)
+            assert cancelled.wait(HANG_S)
             operation.barrier()
 
     def cancel() -> None:
@@ -143,22 +144,22 @@ def test_a_cancel_in_an_old_session_fails_the_operation_in_the_new_one() -> None
         cancelled.set()
 
     with ThreadPoolExecutor(3) as pool:
-        old_coordinator.lane.join(lambda _: None, threads.END_S)
+        old_coordinator.lane.join(lambda _: None, HANG_S)
         saving = pool.submit(save)
         threads.wait_until(
             lambda: any(name.endswith("/1/1/from/1") for name in store.key_names()), "not arrived"
         )
         store.add_fault(hanging)
         cancelling = pool.submit(cancel)
-        assert hanging.seen.wait(threads.END_S)
+        assert hanging.seen.wait(HANG_S)
         new_coordinator, _ = threads.group(store, 2)
         following = pool.submit(tried, new_coordinator, "/x", 0)
         threads.wait_until(lambda: operations[0].lane.has_met, "the ranks have not met")
         hanging.released.set()
-        cancelling.result(threads.END_S)
-        error = following.result(threads.SLACK_S)
+        cancelling.result(HANG_S)
+        error = following.result(HANG_S)
         with pytest.raises(SaveCancelledError):
-            saving.result(threads.END_S)
+            saving.result(HANG_S)
     assert isinstance(error, SaveCancelledError)
     assert error.rank == 1
 
@@ -203,7 +204,7 @@ def test_a_rank_that_is_late_for_a_save_takes_part_in_the_next(late: str, *, is_
             gave_up.set()
             assert isinstance(first, CheckpointError)
             return saves(ranks, 2, 3, 4)
-        gave_up.wait(threads.END_S)
+        gave_up.wait(HANG_S)
         if late == "comes":
             assert isinstance(saves(ranks, 1)[0], CheckpointError)
         if late == "fails":
@@ -225,11 +226,11 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
 
     def body(ranks: RankGroup) -> list[Any]:
         if ranks.rank == late:
-            gave_up.wait(threads.END_S)
+            gave_up.wait(HANG_S)
         timeouts = Timeouts(plan=2.0 if ranks.rank == late else 0.3)
         ended = [tried(ranks, "/0", 0, timeouts)]
         if ranks.rank != late:
-            gave_up.wait(threads.END_S)
+            gave_up.wait(HANG_S)
         return ended + [tried(ranks, f"/{step}", step, Timeouts(plan=2.0)) for step in (1, 2, 3)]
 
     for ended in threads.values(threads.run(threads.group(SharedStore(), 3), body)):
@@ -322,35 +323,35 @@ def test_what_is_removed_while_it_is_read_is_not_waited_for(server: dist.TCPStor
 
     def put_and_remove() -> None:
         while not is_over.is_set():
-            writer.set("key", b"value", threads.END_S)
-            writer.delete("key", threads.END_S)
+            writer.set("key", b"value", HANG_S)
+            writer.delete("key", HANG_S)
 
     thread = threading.Thread(target=put_and_remove, daemon=True)
     thread.start()
     try:
-        found = {reader.get("key", threads.END_S) for _ in range(2000)}
+        found = {reader.get("key", HANG_S) for _ in range(2000)}
     finally:
         is_over.set()
-        thread.join(threads.END_S)
+        thread.join(HANG_S)
     assert found <= {None, b"value"}
-    writer.set("large", bytes(9 << 20), threads.END_S)
-    assert writer.has_all(["large"], threads.END_S)
+    writer.set("large", bytes(9 << 20), HANG_S)
+    assert writer.has_all(["large"], HANG_S)
     # As it is while somebody removes it.
     assert connect().delete_key("test/large#1")
-    assert reader.get("large", threads.END_S) is None
+    assert reader.get("large", HANG_S) is None
 
 
 def test_a_child_of_fork_connects_anew(server: dist.TCPStore) -> None:
     """Two processes that ask on one connection take each other's answers."""
     keys = KeyValues(StoreClient(partial(_client, server.port)), "test")
     for name in ("parent", "child"):
-        keys.set(name, name.encode(), threads.END_S)
-    assert keys.has_all(["parent", "child"], threads.END_S)
+        keys.set(name, name.encode(), HANG_S)
+    assert keys.has_all(["parent", "child"], HANG_S)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def read_often(name: str) -> set[bytes | None]:
-        return {keys.get(name, threads.END_S) for _ in range(2000)}
+        return {keys.get(name, HANG_S) for _ in range(2000)}
 
     def child() -> None:
         theirs.send("here")
@@ -362,13 +363,13 @@ def test_a_child_of_fork_connects_anew(server: dist.TCPStore) -> None:
     try:
         assert ours.recv() == "here"
         assert read_often("parent") == {b"parent"}
-        assert ours.poll(threads.END_S)
+        assert ours.poll(HANG_S)
         assert ours.recv() == {b"child"}
     finally:
         process.kill()
-        process.join(threads.END_S)
+        process.join(HANG_S)
     # The child let go of the connection that was the parent's, and the parent still has it.
-    assert keys.get("parent", threads.END_S) == b"parent"
+    assert keys.get("parent", HANG_S) == b"parent"
 
 
 def test_a_connection_that_hangs_is_left_behind() -> None:
@@ -377,19 +378,19 @@ def test_a_connection_that_hangs_is_left_behind() -> None:
 
     class Hanging:
         def compare_set(self, *_: str) -> bytes:
-            is_over.wait(threads.END_S)
+            is_over.wait(HANG_S)
             return b""
 
     stores: list[Any] = [Hanging(), dist.HashStore(), Hanging(), Hanging(), dist.HashStore()]
     keys = KeyValues(StoreClient(lambda: stores.pop(0)), "test")
     try:
         assert keys.get("key", 1.0) is None
-        keys.set("key", b"value", threads.END_S)
-        assert keys.get("key", threads.END_S) == b"value"
+        keys.set("key", b"value", HANG_S)
+        assert keys.get("key", HANG_S) == b"value"
         keys.client.connection = None
         with pytest.raises(LostStoreError, match="no answer in"):
             keys.get("key", 0.2)
-        assert keys.get("key", threads.END_S) is None
+        assert keys.get("key", HANG_S) is None
     finally:
         is_over.set()
 
@@ -401,7 +402,7 @@ def test_a_process_that_was_stopped_in_a_request_has_not_lost_the_store(
     store = dist.HashStore()
     client = StoreClient(lambda: store)
     keys = KeyValues(client, "test")
-    keys.set("key", b"value", threads.END_S)
+    keys.set("key", b"value", HANG_S)
     run, stopped = TimedPool.run, list[bool]()
 
     def stop_first(pool: TimedPool, call: Any, **options: Any) -> Any:

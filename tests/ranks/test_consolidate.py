@@ -24,8 +24,10 @@ from consolidate_cases import check, check_report, files_in
 from copy_cases import files_below, head_of, save, save_files
 from dcp_cases import assert_holds, cut, seeded
 from front_door_cases import caught
+from limits import HANG_S, SLACK_S
 from on_ranks import gathered, on_ranks
 from safetensors import safe_open
+from saver_cases import quick_saver
 from test_dcp_memory import peak_mib
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files_on_every_rank,
@@ -35,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, ConsolidateOptions, SaveState, errors
+from ckpt_storage import ConsolidateOptions, SaveState, errors
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.conversion import TargetFormat
 from ckpt_storage.export.convert import convert
@@ -47,7 +49,6 @@ from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
 
 MIB = 1 << 20
-TIMEOUT_S = 60.0
 SILENCE_S = 2.0
 
 
@@ -124,7 +125,7 @@ def test_a_wrong_timeout_of_a_rank_is_an_error_on_all(rank: int, tmp_path: Path)
     """Copies and conversions: no rank waits for the one that has none."""
     world = dist.group.WORLD
     ckpt_storage.save(model(), tmp_path / "run")
-    options: dict[str, Any] = {"process_group": world, "timeout": "soon" if rank else TIMEOUT_S}
+    options: dict[str, Any] = {"process_group": world, "timeout": "soon" if rank else HANG_S}
     for call in (copy, partial(convert, to="safetensors")):
         error = caught(call, tmp_path / "run", tmp_path / "to", **options)
         assert type(error) is (errors.InvalidInputError if rank else errors.RankFailedError)
@@ -194,10 +195,10 @@ def test_a_save_exports_what_it_committed(tmp_path: Path, mode: Any) -> None:
     """Saves in the foreground, in threads and workers export, with all options, and say where."""
     url, output = tmp_path / "one", tmp_path / ("out" if mode else "one/hf")
     if mode is None:
-        info = ckpt_storage.save(state(), url, consolidate=True, timeout=TIMEOUT_S)
+        info = ckpt_storage.save(state(), url, consolidate=True, timeout=HANG_S)
     else:
         options = ConsolidateOptions(max_file_bytes=3000, output=output)
-        with AsyncSaver(mode=mode, timeout=TIMEOUT_S) as saver:
+        with quick_saver(mode) as saver:
             handle = saver.save(state(), url, consolidate=options)
             info = handle.result()
             assert handle.state is SaveState.COMMITTED
@@ -212,7 +213,7 @@ def test_a_save_exports_what_it_committed(tmp_path: Path, mode: Any) -> None:
 def test_a_failed_export_leaves_the_checkpoint_committed(tmp_path: Path) -> None:
     """The error carries the committed checkpoint, the state stays COMMITTED, on all ranks."""
     options = ConsolidateOptions(include=["nothing.like.it"])
-    with AsyncSaver(mode="process", timeout=TIMEOUT_S) as saver:
+    with quick_saver("process") as saver:
         handle = saver.save(state(), tmp_path / "one", consolidate=options)
         error = handle.exception()
         assert isinstance(error, errors.ConsolidationError), error
@@ -251,7 +252,7 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
         assert outcome.value is not None, outcome
         text, seconds = outcome.value
         assert f"ank {victim}" in text, text
-        assert seconds < SILENCE_S + 5.0
+        assert seconds < SILENCE_S + SLACK_S
     unfinished = files_in(url / "hf")
     index = json.loads(unfinished.get(cases.INDEX, b'{"weight_map": {}}'))
     assert not unfinished.keys() & index["weight_map"].values()

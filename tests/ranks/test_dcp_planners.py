@@ -28,8 +28,9 @@ from dcp_cases import (
     resolving,
     seeded,
 )
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
-from saver_cases import END_S, quick_saver
+from saver_cases import quick_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
@@ -271,7 +272,7 @@ def by_ours(state: dict[str, Any], path: Path, **options: Any) -> None:
 
 def in_background(state: dict[str, Any], path: Path, **options: Any) -> None:
     with quick_saver("thread") as saver:
-        saver.save(state, path, sync_files=False, **options).result(END_S)
+        saver.save(state, path, sync_files=False, **options).result(HANG_S)
 
 
 Door = Callable[..., None]

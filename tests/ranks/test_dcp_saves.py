@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import assert_holds, cut, errors_by_rank, planner, refused, same, seeded, zeros_like
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from torch.distributed.checkpoint import _async_process_executor as process_mode
 from torch.distributed.checkpoint.metadata import Metadata
@@ -219,7 +220,7 @@ def save_once(mode: str, state: dict[str, Any], **arguments: Any) -> None:
         return
     kind = AsyncCheckpointerType(mode)
     response: Any = dcp.async_save(state, async_checkpointer_type=kind, **arguments)
-    response.result(timeout=60)
+    response.result(timeout=HANG_S)
 
 
 def end_process_mode() -> None:
@@ -230,7 +231,7 @@ def end_process_mode() -> None:
         daemon._save_process.join(20)
 
 
-@on_ranks(timeout_s=240)
+@on_ranks()
 def test_every_save_of_one_writer_lands_where_it_belongs(tmp_path: Path) -> None:
     """In each mode, with and without ids and plan caching; torch reads the last one, too."""
     steps = range(STEP_COUNT)
@@ -276,7 +277,7 @@ def test_options_reach_every_process_and_show_nowhere(ranks: RankPool, server: S
     They do so by a writer and a reader that were pickled.
     """
     options = server.storage_options | {"secret": "very-secret"}
-    shown = ranks.run(_save_in_all_modes, options, world_size=2, timeout_s=120)
+    shown = ranks.run(_save_in_all_modes, options, world_size=2)
     reader = f"CheckpointStorageReader('{ROOT}/by-process')"
     assert shown == [(f"CheckpointStorageWriter('{ROOT}')", reader)] * 2
     assert server.open_upload_count == 0
@@ -296,7 +297,7 @@ def test_overlapping_saves_do_not_mix(tmp_path: Path) -> None:
     def waiting(step: int, resolve: Callable[[WriteItem], Any], item: WriteItem) -> Any:
         if not begun[step].done():
             begun[step].set_result(None)
-        begun[1 - step].result(timeout=30)
+        begun[1 - step].result(timeout=HANG_S)
         return resolve(item)
 
     saves: list[Any] = [
@@ -310,7 +311,7 @@ def test_overlapping_saves_do_not_mix(tmp_path: Path) -> None:
         for step in (0, 1)
     ]
     for step, save in enumerate(saves):
-        save.result(timeout=60)
+        save.result(timeout=HANG_S)
         assert_holds(tmp_path / f"step-{step}", state_of(step))
     assert {info.name for info in list_checkpoints(tmp_path)} == {"step-0", "step-1"}
 

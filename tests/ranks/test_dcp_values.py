@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import assert_holds, cut, freed, raw_bytes, refused, same, seeded, zeros_like
 from on_ranks import on_ranks
-from saver_cases import save_spoilt
+from saver_cases import quick_saver, save_spoilt
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -270,7 +270,7 @@ def test_parts_are_saved_as_parts(rank: int, tmp_path: Path) -> None:
         if how == "save":
             ckpt_storage.save(state, url)
         else:
-            with ckpt_storage.AsyncSaver(mode=how) as saver:  # type: ignore[arg-type]  # a parameter
+            with quick_saver(how) as saver:  # type: ignore[arg-type]  # a parameter
                 saver.save(state, url).result()
         target = pieces(torch.zeros(8, 3), torch.zeros(12))
         ckpt_storage.load(target, url)

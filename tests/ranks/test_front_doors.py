@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
@@ -138,7 +139,7 @@ def test_a_failure_on_one_rank_reaches_all(rank: int, tmp_path: Path) -> None:
             if rank == who:
                 failing = state["counter"] if where == "state_dict" else planner
                 setattr(failing, where, partial(fail, what))
-            error = cases.caught(call, state, path, planner=planner, timeout=20.0)
+            error = cases.caught(call, state, path, planner=planner, timeout=HANG_S)
             text = str(error)
             assert "boom" in text
             assert error.rank == who, text
@@ -205,7 +206,7 @@ def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
 
     def save(name: str) -> None:
         try:
-            save_state({"w": seeded(1, 50)}, tmp_path / name, timeout=10.0)
+            save_state({"w": seeded(1, 50)}, tmp_path / name, timeout=HANG_S)
         except CheckpointError as error:
             ended.append(type(error).__name__)
         else:
@@ -216,7 +217,7 @@ def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    save_state({"w": seeded(2, 50)}, tmp_path / "after", timeout=10.0)
+    save_state({"w": seeded(2, 50)}, tmp_path / "after", timeout=HANG_S)
     possible = {"saved"} if len(gathered()) == 1 else {"saved", "RankMismatchError"}
     assert len(ended) == 2
     assert set(ended) <= possible
@@ -226,7 +227,7 @@ def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
 def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
     """Ranks that call different functions are told, and nothing is written."""
     call: Any = ckpt_storage.load if rank else ckpt_storage.save
-    error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=20.0)
+    error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=HANG_S)
     assert isinstance(error, ckpt_storage.RankMismatchError), repr(error)
     gathered()
     assert dcp_cases.files_below(tmp_path) == set()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from on_ranks import on_ranks
+from saver_cases import quick_saver
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, InvalidInputError
+from ckpt_storage import InvalidInputError
 
 ROWS = {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
 """The rows of 8 that each of two ranks holds: packed weights, each half cut in two."""
@@ -65,7 +66,7 @@ def test_packed_shards_are_stored_where_they_belong(
         if way == "save":
             ckpt_storage.save(state, path := tmp_path / str(number), sync_files=False)
         else:
-            with AsyncSaver(mode=way) as saver:
+            with quick_saver(way) as saver:
                 saver.save(state, path := tmp_path / str(number), sync_files=False).result()
     ckpt_storage.load(plain := {"w": torch.zeros(8, 8), "flat": torch.zeros(8)}, path)
     assert same(plain, {"w": whole, "flat": seeded(2, 8)})
@@ -201,7 +202,7 @@ def test_the_tensors_inside_a_subclass_are_stored(tmp_path: Path, way: Any) -> N
     if way == "save":
         ckpt_storage.save(state, tmp_path, sync_files=False)
     else:
-        with AsyncSaver(mode=way) as saver:
+        with quick_saver(way) as saver:
             saver.save(state, tmp_path, sync_files=False).result()
     codes, scale = torch.zeros(300, dtype=torch.uint8), torch.zeros(3)
     target = {"opt": {"m": (wrapped := Scaled(codes, scale))}}
@@ -260,7 +261,7 @@ def test_subclasses_inside_a_dtensor_are_stored(rank: int, tmp_path: Path, way: 
     if way == "save":
         ckpt_storage.save(state, tmp_path, sync_files=False)
     else:
-        with AsyncSaver(mode=way) as saver:
+        with quick_saver(way) as saver:
             saver.save(state, tmp_path, sync_files=False).result()
     target = {"w": sharded(torch.zeros(2, 3, dtype=torch.uint8), torch.zeros(3))}
     wrapped = local_of(target["w"])

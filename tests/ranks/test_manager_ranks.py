@@ -18,6 +18,7 @@ import manager_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
+from limits import HANG_S
 from manager_cases import damage, restore, saved, state_of
 from on_ranks import gathered, on_ranks
 
@@ -153,7 +154,7 @@ def test_a_signal_on_one_rank_is_answered_by_all(rank: int, tmp_path: Path, noti
     before = signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
     try:
         with CheckpointManager(
-            tmp_path, every_steps=10, signals=(signal.SIGUSR1,), timeout=60
+            tmp_path, every_steps=10, signals=(signal.SIGUSR1,), timeout=HANG_S
         ) as manager:
             for step in itertools.count(1):
                 if step == 5 and rank == noticed:
@@ -182,8 +183,8 @@ def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
     ]
     for options in wrong if rank else []:
         with pytest.raises(errors.CheckpointError):
-            CheckpointManager(tmp_path, timeout=20, **options)
-    with CheckpointManager(tmp_path, timeout=20) as manager:
+            CheckpointManager(tmp_path, timeout=HANG_S, **options)
+    with CheckpointManager(tmp_path, timeout=HANG_S) as manager:
         manager.save(1, state_of(1), sync_files=False)
         assert restore(manager).step == 1
 
@@ -195,7 +196,7 @@ def test_saves_and_restores_go_on_after_a_restore_by_one_rank_alone(
     rank: int, tmp_path: Path, alone: int, method: str
 ) -> None:
     """The lone call fails and loads nothing; it counts on no rank."""
-    limits = Timeouts(plan=1.0, load=20, write=20, commit=20)
+    limits = Timeouts(plan=1.0, load=HANG_S, write=HANG_S, commit=HANG_S)
     with CheckpointManager(tmp_path, timeout=limits) as manager:
         manager.save(1, state_of(1), sync_files=False)
         manager.resume_info()
@@ -227,7 +228,7 @@ def test_ranks_that_decide_by_other_arguments_are_told(
 ) -> None:
     """All ranks learn what differs on one of them; none waits for a rank in vain."""
     options: Any = {"root_url": tmp_path, "every_steps": 3} | (other if rank else {})
-    with CheckpointManager(timeout=20, **options) as manager:
+    with CheckpointManager(timeout=HANG_S, **options) as manager:
         with pytest.raises(errors.RankMismatchError) as caught:
             getattr(manager, method)(given[rank])
         assert named in str(caught.value)
@@ -251,7 +252,7 @@ def hurt(path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("check", ["read", "deep"])
-@on_ranks(timeout_s=120)
+@on_ranks()
 def test_every_damage_is_passed_over_alike_on_all_ranks(
     rank: int, tmp_path: Path, check: Check
 ) -> None:
@@ -275,7 +276,7 @@ def test_every_damage_is_passed_over_alike_on_all_ranks(
         gathered()
         with (
             patch.object(logging.getLogger("ckpt_storage"), "log") as logged,
-            CheckpointManager(root, timeout=60) as manager,
+            CheckpointManager(root, timeout=HANG_S) as manager,
         ):
             found, latest = restore(manager, check=check), manager.latest()
         said = any("Resumed from" in call.args[1] for call in logged.call_args_list)

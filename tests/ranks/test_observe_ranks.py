@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from dcp_cases import seeded
 from on_ranks import gathered, on_ranks
+from saver_cases import quick_saver
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, RankFailedError, StorageError
+from ckpt_storage import RankFailedError, StorageError
 from ckpt_storage.saves.session import SaveSession
 
-SLOW_S = 0.5
+SLOW_S = 2.0
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ def test_the_line_names_the_slow_rank(rank: int, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_the_line_of_a_worker_names_the_slow_rank(rank: int, tmp_path: Path) -> None:
     """A save in the background logs when it ends; its handle has the statistics."""
-    with AsyncSaver(mode="process") as saver, lines("save") as found:
+    with quick_saver("process") as saver, lines("save") as found:
         stats = saver.save(state_of(rank), tmp_path / "step-1").result().stats
     assert stats is not None
     assert stats.world_size == 2

@@ -16,10 +16,11 @@ from dcp_cases import same, seeded
 from front_door_cases import caught
 from on_ranks import on_ranks
 from safetensors.torch import load_file
+from saver_cases import quick_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, CheckpointError, PerRank
+from ckpt_storage import CheckpointError, PerRank
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -76,7 +77,7 @@ def test_each_rank_gets_its_own_value(rank: int, tmp_path: Path, way: str) -> No
         writer = ckpt_storage.CheckpointStorageWriter(tmp_path, sync_files=False)
         dcp.async_save(state, storage_writer=writer).result()  # type: ignore[union-attr]  # a Future
     else:
-        with AsyncSaver(mode=way) as saver:  # type: ignore[arg-type]  # a parameter
+        with quick_saver(way) as saver:  # type: ignore[arg-type]  # a parameter
             saver.save(state, tmp_path, sync_files=False).result()
     for load in (ckpt_storage.load, dcp_cases.load, dcp_cases.load_stock):
         load(target := _target(), tmp_path)

@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 import torch.testing._internal.distributed.fake_pg  # registers it
 from dcp_cases import assert_holds, errors_by_rank, load_stock, resolving, same, seeded
 from front_door_cases import caught, default_group, state_of
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from saver_cases import until
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,7 +51,7 @@ WITHIN_S = 10.0
 def test_all_ranks_hear_of_what_one_means_otherwise(rank: int, tmp_path: Path) -> None:
     """A wrong argument names the rank that gave it."""
     ckpt_storage.save({"step": 1}, tmp_path / "step-00000001", sync_files=False)
-    with CheckpointManager(tmp_path, timeout=20.0) as manager:
+    with CheckpointManager(tmp_path, timeout=HANG_S) as manager:
         refused = caught(manager.restore, {"step": 0}, check="reed" if rank else "read")
     assert type(refused) is (errors.InvalidInputError if rank else errors.RankFailedError)
     assert refused.rank == 1
@@ -64,10 +65,10 @@ def test_all_ranks_hear_where_to_resume_and_why_not(tmp_path: Path) -> None:
         ckpt_storage.save({"step": step}, tmp_path / f"two/step-{step:08}", sync_files=False)
     (tmp_path / "file").touch()
     for name, newest in (("empty", None), ("two", "step-00000012")):
-        with CheckpointManager(tmp_path / name, timeout=20.0) as manager:
+        with CheckpointManager(tmp_path / name, timeout=HANG_S) as manager:
             info = manager.resume_info()
         assert (info and info.name) == newest
-    with CheckpointManager(tmp_path / "file", timeout=20.0) as manager:
+    with CheckpointManager(tmp_path / "file", timeout=HANG_S) as manager:
         refused = caught(manager.resume_info)
     assert refused.rank == 0
     assert str(tmp_path / "file") in str(refused)
@@ -88,24 +89,24 @@ def test_who_has_not_come_is_logged_while_one_waits(rank: int, tmp_path: Path) -
 @on_ranks()
 def test_what_one_rank_makes_alone_shifts_nothing(rank: int, tmp_path: Path) -> None:
     """Managers that only look and idle savers may be rank 0's alone; names are open once."""
-    given: dict[str, Any] = {"mode": "thread", "timeout": 20.0}
+    given: dict[str, Any] = {"mode": "thread", "timeout": HANG_S}
     if rank == 0:
         for _ in range(2):
-            with CheckpointManager(tmp_path, timeout=20.0) as alone:
+            with CheckpointManager(tmp_path, timeout=HANG_S) as alone:
                 assert alone.latest() is None
         AsyncSaver(**given).close()
     for step in (1, 2):
         with CheckpointManager(tmp_path, every_steps=1, **given) as manager:
             assert manager.should_save(step)
-            manager.save_async(step, {"step": step}, sync_files=False).result(20.0)
+            manager.save_async(step, {"step": step}, sync_files=False).result(HANG_S)
             info = manager.resume_info()
             assert info is not None
             assert info.step == step
     with AsyncSaver(**given) as saver, AsyncSaver(name="other", **given) as other:
-        saver.save({"step": 1}, tmp_path / "other-1", sync_files=False).result(20.0)
+        saver.save({"step": 1}, tmp_path / "other-1", sync_files=False).result(HANG_S)
         refusal = caught(AsyncSaver, **given)
-        other.save({"step": 1}, tmp_path / "run", sync_files=False).result(20.0)
-        ckpt_storage.save_async({"step": 1}, tmp_path / "run-2", sync_files=False).result(20.0)
+        other.save({"step": 1}, tmp_path / "run", sync_files=False).result(HANG_S)
+        ckpt_storage.save_async({"step": 1}, tmp_path / "run-2", sync_files=False).result(HANG_S)
     assert isinstance(refusal, errors.InvalidInputError)
     assert "'default'" in str(refusal)
     assert "name=" in str(refusal)
@@ -144,7 +145,7 @@ def test_a_rank_that_is_killed_in_its_write_is_named_within_ten_seconds(
     ranks: RankPool, tmp_path: Path, victim: int, kind: str
 ) -> None:
     """With every deadline at its default, also where rank 0 dies and the store with it."""
-    ranks.outcomes(_die_while_saving, tmp_path, victim, kind, world_size=3, timeout_s=150.0)
+    ranks.outcomes(_die_while_saving, tmp_path, victim, kind, world_size=3)
     killed_at = float((tmp_path / "killed").read_text(encoding="ascii"))
     for rank in {0, 1, 2} - {victim}:
         one = json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ def _disagree_and_leave(rank: int, folder: Path) -> None:
             os.kill(int(stopped), signal.SIGSTOP)
             subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {stopped}"])
         url = folder / f"of {rank}"
-        _tell_and_leave(rank, folder, caught(ckpt_storage.save, {"step": 1}, url, timeout=20.0))
+        _tell_and_leave(rank, folder, caught(ckpt_storage.save, {"step": 1}, url, timeout=HANG_S))
 
 
 def test_all_ranks_read_who_said_what_before_rank_0_leaves(ranks: RankPool, tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_all_ranks_read_who_said_what_before_rank_0_leaves(ranks: RankPool, tmp_
 
 def assert_heard(group: Any = None) -> None:
     """Run one operation in which every rank sends its rank in the group, and hears all."""
-    with RankGroup.of(group).operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+    with RankGroup.of(group).operation("the test", timeouts=Timeouts.of(HANG_S)) as operation:
         operation.meet({"everything": "equal"})
         heard = operation.all_gather(b"%d" % operation.rank)
     assert heard == [b"%d" % rank for rank in range(dist.get_world_size(group))]
@@ -210,7 +211,7 @@ def test_a_sub_group_saves_while_others_never_call(rank: int, tmp_path: Path) ->
     group = dist.new_group([1, 3], timeout=short, use_local_synchronization=True)
     time.sleep(2.5 if rank == 3 else 0.0)  # longer than the group's own timeout
     assert_heard(group)
-    given: dict[str, Any] = {"process_group": group, "timeout": 20.0}
+    given: dict[str, Any] = {"process_group": group, "timeout": HANG_S}
     ckpt_storage.save({"w": seeded(2, 100)}, tmp_path, sync_files=False, **given)
     assert_holds(tmp_path, {"w": seeded(2, 100)}, [ckpt_storage.load], **given)
     assert_holds(tmp_path, {"w": seeded(2, 100)}, [load_stock])
@@ -231,7 +232,7 @@ def test_no_collective_of_the_group_is_needed(rank: int, tmp_path: Path) -> None
     """Over a backend whose collectives do nothing, ranks agree and save all the same."""
     with default_group(tmp_path, backend="fake"):
         path = tmp_path / "run"
-        ckpt_storage.save({"w": seeded(rank, 9)}, path, timeout=20.0, sync_files=False)
+        ckpt_storage.save({"w": seeded(rank, 9)}, path, timeout=HANG_S, sync_files=False)
         assert_heard()
         load_stock(target := {"w": torch.zeros(9)}, path)
     assert same(target["w"], seeded(0, 9))
@@ -248,6 +249,7 @@ def _die_before_the_next(rank: int) -> float:
     return time.monotonic() - begin_s
 
 
+@pytest.mark.deadline
 def test_a_rank_that_died_between_operations_is_named_at_once(ranks: RankPool) -> None:
     """Ranks of its host need not wait until the plan phase is over: its process has ended."""
     for outcome in ranks.outcomes(_die_before_the_next, world_size=3)[1:]:
@@ -279,7 +281,7 @@ def test_regression_own_clocks_are_refused_on_all_ranks_before_anything_is_made(
     path = path_of(rank, tmp_path)
     writer = CheckpointStorageWriter(path)
     for error in (
-        caught(ckpt_storage.save, state_of(1), path, timeout=20.0),
+        caught(ckpt_storage.save, state_of(1), path, timeout=HANG_S),
         errors_by_rank(dcp.save, state_of(1), storage_writer=writer)[rank],
     ):
         assert isinstance(error, errors.RankMismatchError)

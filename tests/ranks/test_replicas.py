@@ -17,13 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from front_door_cases import caught
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
+from saver_cases import quick_saver
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt_storage
-from ckpt_storage import AsyncSaver, CheckpointManager, RankMismatchError
+from ckpt_storage import CheckpointManager, RankMismatchError
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.saves import replicas
@@ -198,7 +200,7 @@ def test_a_background_save_compares_what_it_copied(rank: int, tmp_path: Path, mo
     """Values are compared as they were at the call; large ones fail the save on all ranks."""
     state: dict[str, Any] = {"mean": torch.full((4,), float(rank)), "seconds": float(rank)}
     state["w"] = torch.zeros(LARGE)
-    with AsyncSaver(mode=mode) as saver:
+    with quick_saver(mode) as saver:
         saver.save(state, tmp_path / "1", sync_files=False).result()
         state["w"].add_(rank)
         handle = saver.save(state, tmp_path / "2", sync_files=False)
@@ -215,7 +217,7 @@ def test_a_preemption_save_is_never_refused(rank: int, tmp_path: Path) -> None:
     """What differs by 1 MiB is stored from the lowest rank, with an error in the log."""
     records = _listen()
     state = {"w": torch.full((LARGE,), float(rank))}
-    with CheckpointManager(tmp_path, preemption=lambda: True, timeout=20.0) as manager:
+    with CheckpointManager(tmp_path, preemption=lambda: True, timeout=HANG_S) as manager:
         assert type(caught(manager.save, 1, state, sync_files=False)) is RankMismatchError
         step = next(filter(manager.should_save, count(2)))
         manager.save(step, state, replicas="raise", sync_files=False)

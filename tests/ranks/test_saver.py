@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import assert_holds, cut, same, seeded
+from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from saver_cases import (
-    END_S,
     MODES,
     Hold,
     held,
@@ -72,7 +72,7 @@ def test_states_walk_in_order(rank: int, tmp_path: Path) -> None:
         assert handle.state is W
         first_id = handle.save_id
         hold.go()
-        assert handle.result(END_S).save_id == handle.save_id == first_id
+        assert handle.result(HANG_S).save_id == handle.save_id == first_id
         assert handle.state is D
         gathered()
         (tmp_path / f"go-{rank}").unlink()
@@ -85,7 +85,7 @@ def test_states_walk_in_order(rank: int, tmp_path: Path) -> None:
         assert (progress.state, progress.done_files) == (C, 1)
         until(lambda: len(handle.progress().ranks) == count or rank, "all ranks")
         hold.go()
-        handle.result(END_S)
+        handle.result(HANG_S)
         assert handle.exception() is None
         assert not handle.cancel()
         assert (handle.done(), handle.state) == (True, D)
@@ -130,7 +130,7 @@ def test_saves_commit_in_order_what_was_there_at_the_call(
             train(state, rank)
             assert step != max_pending or handles[0].done()
             handles[-1].add_done_callback(lambda it: ended.append(it.url[-6:]))
-        saver.wait(END_S)
+        saver.wait(HANG_S)
         assert all(handle.state is D for handle in handles)
     assert ended == names
     for name in names:
@@ -165,7 +165,7 @@ def test_memory_and_descriptors_are_stable(rank: int, tmp_path: Path, mode: Any)
     with quick_saver(mode) as saver:
         for step in range(21):
             weight.fill_(step)
-            saver.save(state, tmp_path, overwrite=True, sync_files=False).result(END_S)
+            saver.save(state, tmp_path, overwrite=True, sync_files=False).result(HANG_S)
             if step in {4, 12, 20}:
                 gc.collect()
                 pids = [os.getpid(), *([saver.worker_pid] if saver.worker_pid else [])]
@@ -188,14 +188,14 @@ def test_warm_up_has_the_memory_of_all_saves_before_the_first(tmp_path: Path, mo
     state = {"w": torch.ones(10_000_000), "words": [1, {2}]}
     other = {"w": torch.arange(3), "v": torch.ones(2, 2)}
     with quick_saver(mode, max_pending=2) as saver:
-        saver.save(other, tmp_path / "first", sync_files=False).result(END_S)
+        saver.save(other, tmp_path / "first", sync_files=False).result(HANG_S)
         before = _held(os.getpid())[0]
         saver.warm_up(state)
         warm = _held(os.getpid())[0]
         assert warm - before > 2 * 38_000_000
         for name, saved in (("a", state), ("b", state), ("c", other)):
             saver.save(saved, tmp_path / name, sync_files=False)
-        saver.wait(END_S)
+        saver.wait(HANG_S)
         saver.warm_up(state)
         assert _held(os.getpid())[0] - warm < 20_000_000
     assert_holds(tmp_path / "b", {"w": state["w"]}, [load])
@@ -207,12 +207,12 @@ def test_warm_up_has_the_memory_of_all_saves_before_the_first(tmp_path: Path, mo
 def test_save_async_keeps_no_copy_of_the_state(tmp_path: Path) -> None:
     """Once no save is in flight, the process holds as much memory as before the first one."""
     state = {"w": torch.ones(10_000_000)}
-    save_async({"w": torch.ones(1)}, tmp_path / "first", sync_files=False).result(END_S)
+    save_async({"w": torch.ones(1)}, tmp_path / "first", sync_files=False).result(HANG_S)
     before = _held(os.getpid())[0]
     handles = [save_async(state, tmp_path / f"{n}", sync_files=False) for n in range(2)]
     for handle in handles:
-        handle.result(END_S)
-    until(lambda: _held(os.getpid())[0] - before < 20_000_000, "half of one copy", limit_s=5.0)
+        handle.result(HANG_S)
+    until(lambda: _held(os.getpid())[0] - before < 20_000_000, "half of one copy")
 
 
 @pytest.mark.parametrize(
@@ -247,11 +247,11 @@ def test_cancel_on_one_rank_ends_the_save_alike_on_all(
         until((tmp_path / "told").exists, "the cancelling")
         if rank == hold.rank:
             threading.Timer(0.0 if where == "write" else 0.5, hold.go).start()
-        error = handle.exception(END_S)
-        queued.result(END_S)
+        error = handle.exception(HANG_S)
+        queued.result(HANG_S)
         third = save_step(saver, tmp_path, rank, 2)
         assert third.cancel() or third.done()
-        third.exception(END_S)
+        third.exception(HANG_S)
     ended = handle.state, third.state, error and (type(error), error.rank)
     assert gathered(ended) == [ended] * 2
     there = {info.name for info in list_checkpoints(tmp_path)}
@@ -297,7 +297,7 @@ class SlowCopies:
         self.inner = inner = StagingJob._copy  # noqa: SLF001  # what a GPU takes its time for
 
         def slow(job: StagingJob) -> None:
-            self.go.wait(END_S)
+            self.go.wait(HANG_S)
             inner(job)
 
         monkeypatch.setattr(StagingJob, "_copy", slow)
@@ -320,7 +320,7 @@ def test_step_guard_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert handle.is_staged()
             weight.zero_()
         handle.wait_staged(0)
-        handle.result(END_S)
+        handle.result(HANG_S)
     assert_holds(tmp_path / "a", {"w": torch.ones(1000), "words": [1]})
 
 
@@ -343,10 +343,10 @@ def test_check_staging_names_what_changed_during_the_copy(
         slow.go.set()
         with saver.step_guard():
             state["w"].zero_()
-        error = handle.exception(END_S)
+        error = handle.exception(HANG_S)
         assert isinstance(error, errors.InvalidInputError)
         assert "while it was copied: again, running_mean." in str(error)
-        saver.save(state, tmp_path / "b", sync_files=False).result(END_S)
+        saver.save(state, tmp_path / "b", sync_files=False).result(HANG_S)
     assert [info.name for info in list_checkpoints(tmp_path)] == ["b"]
 
 
@@ -361,7 +361,7 @@ def test_check_staging_finds_nothing_in_a_state_that_stays(tmp_path: Path, *, bl
         "bytes": torch.arange(7, dtype=torch.uint8),
     }
     with quick_saver("thread", check_staging=True) as saver:
-        saver.save(state, tmp_path / "a", block_until_staged=blocks).result(END_S)
+        saver.save(state, tmp_path / "a", block_until_staged=blocks).result(HANG_S)
 
 
 def test_copy_that_takes_too_long_harms_no_later_save(
@@ -371,7 +371,7 @@ def test_copy_that_takes_too_long_harms_no_later_save(
     slow = SlowCopies(monkeypatch)
     with quick_saver("thread", timeout=quick_timeouts(stage=0.2), on_error="warn") as saver:
         late = saver.save({"w": torch.full((1000,), 7.0)}, tmp_path / "a", block_until_staged=False)
-        assert isinstance(late.exception(END_S), errors.PhaseTimeoutError)
+        assert isinstance(late.exception(HANG_S), errors.PhaseTimeoutError)
         assert late.state is SaveState.TIMED_OUT
         monkeypatch.setattr(StagingJob, "_copy", slow.inner)
         hold = Hold(tmp_path, "write", 0)
@@ -384,7 +384,7 @@ def test_copy_that_takes_too_long_harms_no_later_save(
             "the end of the late copy",
         )
         hold.go()
-        next_one.result(END_S)
+        next_one.result(HANG_S)
     assert_holds(tmp_path / "b", {"w": torch.ones(1000)})
 
 
@@ -404,7 +404,7 @@ def test_step_guard_raises_no_failure_of_a_save(
     del tensor
     with saver.step_guard():
         assert handle.is_staged()
-    error = handle.exception(END_S)
+    error = handle.exception(HANG_S)
     assert "out of memory" in str(error)
     assert summary_of(error) == ("CheckpointError", 0, "stage")
     assert handle.state is SaveState.FAILED
@@ -424,17 +424,17 @@ def test_savers_do_not_meet(rank: int, tmp_path: Path) -> None:
         hold = Hold(tmp_path, "write", rank)
         first = save_step(one, one_at, rank, 0, planner=held(hold))
         hold.reached()
-        save_step(two, two_at, rank, 5).result(END_S)
+        save_step(two, two_at, rank, 5).result(HANG_S)
         options: dict[str, Any] = {"sync_files": False, "timeout": quick_timeouts()}
         late = Hold(two_at, "local plan", rank)
         second = save_async(state_of(rank, 6), two_at / "step-6", planner=held(late), **options)
         third = save_async(state_of(rank, 7), two_at / "step-7", **options)
         assert [second.done(), third.done()] == [False, False]
         late.go()
-        assert [second.result(END_S).name, third.result(END_S).name] == ["step-6", "step-7"]
+        assert [second.result(HANG_S).name, third.result(HANG_S).name] == ["step-6", "step-7"]
         assert not first.done()
         hold.go()
-        first.result(END_S)
+        first.result(HANG_S)
     for folder, step in ((one_at, 0), (two_at, 5), (two_at, 6), (two_at, 7)):
         assert same(loaded(folder / f"step-{step}", rank), state_of(rank, step))
 
@@ -460,10 +460,10 @@ def test_a_group_saves_alone_and_is_not_kept(rank: int, tmp_path: Path) -> None:
                 call()
         return
     with quick_saver("process", process_group=group) as saver:
-        assert save_step(saver, tmp_path, rank, 0).result(END_S).name == "step-0"
+        assert save_step(saver, tmp_path, rank, 0).result(HANG_S).name == "step-0"
         save_step(saver, tmp_path, rank, 1)
     assert same(loaded(tmp_path / "step-0", rank), state_of(rank, 0))
-    save_async(state_of(rank, 2), tmp_path / "step-2", process_group=group).result(END_S)
+    save_async(state_of(rank, 2), tmp_path / "step-2", process_group=group).result(HANG_S)
     dist.destroy_process_group(group)
     there = weakref.ref(group)
     del group, saver
@@ -512,7 +512,7 @@ def test_relative_places_are_below_the_folder_of_the_call(
         last = saver.save(state_of(0, 2), "apart", consolidate="made")
         monkeypatch.chdir(later)
         hold.go()
-        assert last.result(END_S).url == f"file://{called}/apart"
+        assert last.result(HANG_S).url == f"file://{called}/apart"
     names = {folder.name for folder in called.iterdir()}
     assert names == {"apart", "made", "run", "weights"}
     assert [*made.iterdir(), *later.iterdir()] == []
@@ -534,7 +534,7 @@ def test_forgotten_saver_ends_its_saves(tmp_path: Path, mode: Any) -> None:
     assert not first.done()
     hold.go()
     for step, handle in enumerate((first, second)):
-        assert handle.result(END_S).name == f"step-{step}"
+        assert handle.result(HANG_S).name == f"step-{step}"
         assert same(loaded(tmp_path / f"step-{step}", 0), state_of(0, step))
     if pid is not None:
         until(lambda: not is_alive(pid), "the end of the worker")
@@ -551,11 +551,11 @@ def test_progress_is_told_to_a_callback_or_shown_on_rank_0(
     printed, bar = io.StringIO(), io.StringIO()
     with quick_saver(mode) as saver:
         # Once all workers have started: the log tells of those that are late.
-        save_step(saver, tmp_path, rank, 99).result(END_S)
+        save_step(saver, tmp_path, rank, 99).result(HANG_S)
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            info = save_step(saver, tmp_path, rank, 0, progress=events.append).result(END_S)
+            info = save_step(saver, tmp_path, rank, 0, progress=events.append).result(HANG_S)
         with contextlib.redirect_stderr(bar):
-            save_step(saver, tmp_path, rank, 1, progress=True).result(END_S)
+            save_step(saver, tmp_path, rank, 1, progress=True).result(HANG_S)
     assert printed.getvalue() == ""
     assert {(event.phase, event.rank) for event in events} == {("write", rank)}
     done = [event.done_bytes for event in events]

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import cut, seeded
+from limits import HANG_S, JOB_S
 from on_ranks import on_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
@@ -175,7 +176,7 @@ def test_a_failure_in_shared_reads_under_dcp_load_is_told_to_all(rank: int, path
     """Damage that one rank reads ends `dcp.load` on all ranks, within the deadline."""
     del rank
     with pytest.raises(CheckpointException, match="damaged"):
-        dcp_cases.load({"w": torch.zeros(1 << 20)}, path, shared_reads="always", timeout=60)
+        dcp_cases.load({"w": torch.zeros(1 << 20)}, path, shared_reads="always", timeout=HANG_S)
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def load_anyhow(rank: int, options: dict[str, Any]) -> int:
 
 def test_every_rank_gets_what_it_wants(server: S3Server) -> None:
     """Whatever up to 8 ranks want, with windows of 1 and 2: each gets it, none waits."""
-    with RankPool(8, timeout_s=120.0) as pool:
+    with RankPool(8, timeout_s=JOB_S) as pool:
         for world_size in (2, 3, 8):
             sent = pool.run(load_anyhow, server.storage_options, world_size=world_size)
             assert min(sent) > 0, world_size
@@ -253,7 +254,6 @@ def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[
 
     Rank 1 fails in each kind of thread in each way.
     """
-    begin_s = time.monotonic()
     failed = OperationRounds.fail
 
     def slowly(self: OperationRounds, error: CheckpointError) -> None:
@@ -276,14 +276,13 @@ def test_what_raises_on_one_rank_ends_the_reads_of_all(rank: int, options: dict[
             patch.object(OperationRounds, "fail", slowly),
             pytest.raises((CheckpointError, KeyboardInterrupt)) as raised,
         ):
-            load_small(rank, options, timeout=30)
+            load_small(rank, options, timeout=HANG_S)
         mine = KeyboardInterrupt if kind is KeyboardInterrupt else CheckpointError
         assert raised.type is (mine if rank else RankFailedError)
         assert "it broke" in str(raised.value)
         assert left() == []
     with eager():
         load_small(rank, options)
-    assert time.monotonic() - begin_s < 60
 
 
 @on_ranks(3)
@@ -299,7 +298,7 @@ def test_bytes_changed_between_ranks_are_read_again(rank: int, options: dict[str
 
     warned = patch.object(sharing.log, "warning")
     with eager(), patch.object(Peers, "send", send), warned as warning:
-        load_small(rank, options, timeout=20)
+        load_small(rank, options, timeout=HANG_S)
     warnings = [call.args[0] for call in warning.call_args_list]
     assert any("is read from the storage" in text for text in warnings) == (rank == 2)
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from dcp_cases import assert_holds, planner, raw_bytes, seeded
 from fake_cuda import DEVICE, FakeCuda, on_device
+from limits import HANG_S
 from reentry import interrupt_each_line
-from saver_cases import END_S, Hold, hold_here, quick_saver, save_spoilt
+from saver_cases import Hold, hold_here, quick_saver, save_spoilt
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
@@ -135,7 +136,7 @@ def test_a_list_and_an_item_that_was_not_planned_are_refused(tmp_path: Path) -> 
         with pytest.raises(InvalidInputError, match="is a list, not a dict"):
             saver.save([seeded(1, 3)], tmp_path / "list")  # type: ignore[arg-type]  # that is the point
         handle = saver.save({"a": seeded(1, 3)}, tmp_path / "run", planner=planner(finish_plan=add))
-        error = handle.exception(END_S)
+        error = handle.exception(HANG_S)
         assert isinstance(error, InvalidInputError)
         assert "b is not in the local plan" in str(error)
 
@@ -146,7 +147,7 @@ def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
         for step in range(5):
             kind = step % 3
             state = {f"w{kind}": seeded(step, 700_000 * (kind + 1)), "step": [step, {kind}]}
-            saver.save(state, tmp_path / f"{step}", sync_files=False).result(END_S)
+            saver.save(state, tmp_path / f"{step}", sync_files=False).result(HANG_S)
             assert_holds(tmp_path / f"{step}", state, [load], unsafe_pickle=True)
 
 
@@ -235,7 +236,7 @@ def test_warm_up_locks_the_memory_of_all_saves(cuda: FakeCuda, tmp_path: Path) -
         saver.warm_up(state)
         assert cuda.calls.count("cudaHostRegister") == 2
         assert "copy" not in cuda.calls
-        saver.save(state, tmp_path / "run", sync_files=False).result(END_S)
+        saver.save(state, tmp_path / "run", sync_files=False).result(HANG_S)
         assert cuda.calls.count("cudaHostRegister") == 2
 
 
@@ -245,7 +246,7 @@ def test_a_copy_in_a_thread_makes_no_context_on_device_0(cuda: FakeCuda) -> None
     with contextlib.closing(Arenas()) as arenas:
         job = StagingJob(state, arenas)
         job.start()
-        job.wait(END_S)
+        job.wait(HANG_S)
         assert_staged(job, state)
     assert "copy" in cuda.calls
 
@@ -314,4 +315,4 @@ def test_a_copy_that_is_interrupted_is_never_taken_for_a_state(
     monkeypatch.setattr(torch, "_foreach_copy_", exits)
     with quick_saver("thread", on_error="warn") as saver:
         handle = saver.save({"a": seeded(1, 50_000)}, tmp_path / "run", block_until_staged=False)
-        assert "SystemExit" in str(handle.exception(END_S))
+        assert "SystemExit" in str(handle.exception(HANG_S))

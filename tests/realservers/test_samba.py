@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from journeys import Journeys
+from limits import HANG_S
 from servers import Running
 from suites import SuiteAt
 
@@ -34,9 +35,9 @@ def test_a_share_that_is_not_there_is_named(samba_root: Running) -> None:
     options: dict[str, Any] = {"storage_options": samba_root.storage_options}
     options["retry"] = RetryPolicy(attempt_count=1)
     for call in (
-        lambda: ckpt_storage.save({"step": 1}, url, timeout=60, **options),
-        lambda: ckpt_storage.load({"step": 1}, url, timeout=60, **options),
-        lambda: ckpt_storage.list_checkpoints(url, timeout=60, **options),
+        lambda: ckpt_storage.save({"step": 1}, url, timeout=HANG_S, **options),
+        lambda: ckpt_storage.load({"step": 1}, url, timeout=HANG_S, **options),
+        lambda: ckpt_storage.list_checkpoints(url, timeout=HANG_S, **options),
     ):
         with pytest.raises(ckpt_storage.StorageError, match="no share 'misspelt'") as caught:
             call()

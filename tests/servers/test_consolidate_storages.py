@@ -16,6 +16,7 @@ import torch
 from commit_tools import body_of, sealed
 from consolidate_cases import check, check_report
 from copy_cases import files_below, save, save_files, state_of
+from limits import HANG_S
 from servers import Running
 
 import ckpt_storage
@@ -156,7 +157,7 @@ def test_a_run_is_saved_pruned_and_resumed(place: Running) -> None:
     store = store_of(place)
     options: dict[str, Any] = {"storage_options": place.storage_options, "mode": "thread"}
     with CheckpointManager(
-        place.url, keep=KeepLatest(2) | KeepBest("loss", "min"), timeout=60, **options
+        place.url, keep=KeepLatest(2) | KeepBest("loss", "min"), timeout=HANG_S, **options
     ) as manager:
         for step in range(1, 6):
             manager.save(
@@ -184,7 +185,9 @@ def test_a_run_is_saved_pruned_and_resumed(place: Running) -> None:
         "step-00000001/commits/00000002.json",
         "step-00000001/notes.txt",
     ]
-    with CheckpointManager(place.url, keep=KeepNewerThan(3600), timeout=60, **options) as manager:
+    with CheckpointManager(
+        place.url, keep=KeepNewerThan(3600), timeout=HANG_S, **options
+    ) as manager:
         assert manager_cases.pruned(manager).deleted == (), "all are young, by the storage's clock"
     report = prune(place.url, KeepLatest(1), dry_run=False, storage_options=place.storage_options)
     assert report.deleted == ("step-00000002", "step-00000004")

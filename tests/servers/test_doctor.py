@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import HANG_S
 from servers import Running, served
 
 import ckpt_storage
@@ -124,7 +125,7 @@ def test_a_storage_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"},
     }
     with pytest.raises(StorageError) as caught:
-        diagnose("s3://bkt/run", storage_options=options, retry=ONCE, timeout=20)
+        diagnose("s3://bkt/run", storage_options=options, retry=ONCE, timeout=HANG_S)
     assert SECRET not in str(caught.value)
     with pytest.raises(InvalidInputError):
         diagnose("no-such-scheme://x")

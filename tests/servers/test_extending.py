@@ -12,6 +12,7 @@ import pytest
 import torch
 from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, finish
+from limits import HANG_S
 from servers import AZURE_KEY, Running
 from suites import SuiteAt
 
@@ -46,7 +47,7 @@ def test_the_tests_on_the_page_run_as_they_stand(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
     environment = {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-    code, output = finish(command, tmp_path, environment, deadline_s=170)
+    code, output = finish(command, tmp_path, environment)
     assert code == 0, output
     assert re.search(r"^\d\d passed", output, re.MULTILINE), output
 
@@ -55,7 +56,7 @@ def test_a_worker_says_where_a_backend_must_be_registered() -> None:
     """What a script registers for itself, below `__main__`, no worker process knows."""
     ckpt_storage.register_backend("homemade", SqliteBackend, replace=True)
     with (
-        ckpt_storage.AsyncSaver(mode="process", timeout=120) as saver,
+        ckpt_storage.AsyncSaver(mode="process", timeout=HANG_S) as saver,
         pytest.raises(ckpt_storage.CheckpointError, match="worker process") as caught,
     ):
         saver.save({"step": 1}, "homemade:///tmp/runs.db/step-1").result(120)

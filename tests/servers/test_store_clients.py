@@ -21,6 +21,7 @@ import pytest
 from fsspec.asyn import AsyncFileSystem, get_loop, sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from limits import HANG_S
 from local_stores import until
 from remote_tools import ONCE, options_of, send
 from s3fs import S3FileSystem
@@ -341,7 +342,7 @@ def test_nothing_delays_the_end_of_a_process(tmp_path: Path, code: str, told: st
         [sys.executable, str(script), str(here)],
         capture_output=True,
         text=True,
-        timeout=45,
+        timeout=HANG_S,
         check=True,
         env={**os.environ, "PYTHONPATH": str(here.parent / "support")},
     )

@@ -14,6 +14,7 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import HANG_S
 from local_stores import Remote, until
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, StorageError
@@ -177,7 +178,7 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     for _ in range(3):
-        assert store.script.wait_hung(20)
+        assert store.script.wait_hung(HANG_S)
     assert not store.script.wait_hung(0.1)
     store.script.release()
     thread.join(20)

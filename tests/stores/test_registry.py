@@ -16,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from limits import HANG_S, SLACK_S
 from test_store_retry import REPEATED
 
 import ckpt_storage
@@ -34,9 +35,6 @@ from ckpt_storage.store import (
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.calls import CLEAN_UP_S
 from ckpt_storage.store.store import Store
-
-SLACK_S = 5.0
-"""What a machine under load may add to a promised deadline."""
 
 
 @pytest.fixture
@@ -150,7 +148,7 @@ def test_a_package_brings_a_backend_by_its_metadata(tmp_path: Path) -> None:
         "    return MemoryBackend(dataclasses.replace(location, target=target), settings)\n"
     )
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}){_PLUGGED_IN}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
 
 
 class Hanging(MemoryBackend):

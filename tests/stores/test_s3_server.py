@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+from limits import HANG_S
 from servers import ask, free_port
 
 from ckpt_storage.errors import InvalidInputError, StorageError
@@ -114,7 +115,7 @@ def test_stop_ends_what_hangs(action: Any) -> None:
         host, _, port = server.endpoint_url.removeprefix("http://").partition(":")
         sock = socket.create_connection((host, int(port)), timeout=30)
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        server.wait_for(lambda requests: len(requests) == 1)
+        server.wait_for(lambda requests: len(requests) == 1, timeout_s=HANG_S)
         assert server.requests[0].status == 0
     with sock, contextlib.suppress(ConnectionResetError):
         assert sock.recv(65536) == b""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from crc32c import crc32c
+from limits import HANG_S
 from local_stores import error_of
 from remote_tools import KEY, PARTS, POLICY, SECRET, ops, options_of, plain, retrying, send
 
@@ -99,7 +100,9 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -
     server.faults([FaultRule(op="delete", action="delay", delay_s=1.0)])
     with ThreadPoolExecutor(1) as pool:
         aborting = pool.submit(upload.abort)
-        server.wait_for(lambda seen: any(one.op == "delete" for one in seen))
+        server.wait_for(
+            lambda seen: any(record.op == "delete" for record in seen), timeout_s=HANG_S
+        )
         plain(server).put("saves/a/x", b"another's")
         aborting.result()
     assert server.dump("bkt") == {"run/saves/a/x": b"another's"}

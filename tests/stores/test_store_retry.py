@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from local_stores import WAIT_S, Remote, error_of, until
+from limits import HANG_S
+from local_stores import Remote, error_of, until
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
@@ -76,7 +77,7 @@ class Bench:
         *rules: Rule,
         backend: Backend | None = None,
         policy: RetryPolicy | None = None,
-        request_timeout_s: float = WAIT_S,
+        request_timeout_s: float = HANG_S,
         random: Callable[[], float] = lambda: 0.5,
     ) -> Store:
         """Return a store over faults; `faults` and `calls` then speak of it."""
@@ -267,7 +268,7 @@ def test_expired_credentials_are_refreshed_once(
 
 def test_threads_that_meet_expired_credentials_together_refresh_once(bench: Bench) -> None:
     """A thread whose request failed before another thread's refresh asks for no other refresh."""
-    together = threading.Barrier(2, timeout=WAIT_S)
+    together = threading.Barrier(2, timeout=HANG_S)
     failing = iter(range(2))
 
     class Expired(Remote):
@@ -324,7 +325,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
 
     class Slow(Remote):
         def delete(self, paths: Collection[str]) -> None:
-            late.wait(WAIT_S)
+            late.wait(HANG_S)
             try:
                 report_progress()
             except StorageError as error:
@@ -342,7 +343,7 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
 
 def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:
     """While the phase has time left, the error of the storage is raised, with the phase."""
-    deadline = Deadline("write", WAIT_S)
+    deadline = Deadline("write", HANG_S)
     with pytest.raises(StorageError) as caught, deadline.annotate_errors("the write"):
         raise StorageError("no response", kind="timeout", path="x")
     assert (type(caught.value), caught.value.phase) == (StorageError, "write")
@@ -368,7 +369,7 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     (left,) = [thread for thread in threading.enumerate() if thread.name == name]
     assert left.daemon
     bench.faults.script.release()
-    left.join(WAIT_S)
+    left.join(HANG_S)
     until(lambda: abandoned_thread_count() == 0)
     assert done == []
 
@@ -474,8 +475,8 @@ def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
     out: multiprocessing.Queue[object] = fork.Queue()
     child = fork.Process(target=_read_in_child, args=(store, out), daemon=True)
     child.start()
-    assert out.get(timeout=WAIT_S) == (b"data", 0)
-    child.join(WAIT_S)
+    assert out.get(timeout=HANG_S) == (b"data", 0)
+    child.join(HANG_S)
     assert child.exitcode == 0
 
 

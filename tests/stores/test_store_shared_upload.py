@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from crc32c import crc32c
+from limits import HANG_S
 from local_stores import error_of, local_store
 from remote_tools import plain
 from servers import ask
@@ -28,7 +29,6 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PATH = "hf/model.safetensors"
 PART_BYTES = 5 * 1024 * 1024
-WAIT_S = 60.0
 POLICY = RetryPolicy(attempt_count=3, first_delay_s=0.01, max_delay_s=0.02)
 
 
@@ -152,7 +152,7 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     thread = threading.Thread(target=late)
     thread.start()
     upload.abort()
-    thread.join(WAIT_S)
+    thread.join(HANG_S)
     server.faults([])
     assert failures
     assert store.abort_uploads("") == 0

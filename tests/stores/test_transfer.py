@@ -16,6 +16,7 @@ import dcp_cases
 import pytest
 import torch
 from commit_tools import CAS, DictBackend, DictStore, Disk, saved
+from limits import HANG_S
 
 from ckpt_storage import (
     InvalidInputError,
@@ -54,10 +55,18 @@ from ckpt_storage.transfer.writing import part_bytes_for
 def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> None:
     """`run` raises when reads that were under way have ended, and hands out nothing."""
     (tmp_path / "slow").write_bytes(b"x" * 1000)
-    late = Rule(action="delay", operation="read", path="slow", delay_s=0.5)
-    # Both are under way before one fails.
-    soon = Rule(action="delay", operation="read", path="absent", delay_s=0.1)
-    faults = FaultBackend(LocalBackend(str(tmp_path)), [late, soon])
+
+    class Ordered(LocalBackend):
+        """Both reads are in flight before that of an absent file fails; the other ends later."""
+
+        def read(self, path: str, ranges: Iterable[Range]) -> int:
+            if path == "absent":
+                assert faults.script.wait_hung(HANG_S)
+                threading.Timer(0.3, faults.script.release).start()
+            return super().read(path, ranges)
+
+    slow = Rule(action="hang", operation="read", path="slow")
+    faults = FaultBackend(Ordered(str(tmp_path)), [slow])
     done: list[str] = []
     reads = [
         RangeRead(path="absent", start=0, stop=1),
@@ -242,7 +251,7 @@ def test_reads_of_one_process_keep_to_the_memory_limit(tmp_path: Path, parts: in
         for got in results:
             pool.submit(read, faults, options_for(parts), reads_of(24, got))
         for _ in range(parts):
-            assert faults.script.wait_hung(20)
+            assert faults.script.wait_hung(HANG_S)
         time.sleep(0.1)
         assert len(faults.script.calls) == parts
         faults.script.release()

@@ -94,7 +94,7 @@ class Scenario:
         operations: "steps": one URL, steps 100, 200, ...; "none": one URL, steps unknown;
             "urls": a URL for each call, steps unknown; "mixed": as "steps", rank 0 knows none;
             "sides": the members 0 and 2 save to one URL, rank 1 to another, each time.
-        lockstep: Whether no rank begins a call before all ranks have ended the one before.
+        lockstep: Whether no rank begins a call before all ranks have ended the previous call.
         fresh: Whether there is no session yet.
         acknowledge: Whether ranks report that they left a number.
         is_live: Whether I2 is checked.

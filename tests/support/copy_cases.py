@@ -109,7 +109,7 @@ def head_of(files: Mapping[str, bytes]) -> str | None:
 
 
 ACTIONS: tuple[Action, ...] = ("crash_before", "error", "lost_answer")
-"""Dead after a change is dead before the next one: the storage is the same."""
+"""A crash after a change is a crash before the next change: the storage is the same."""
 
 
 def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseException | None:

@@ -1,6 +1,6 @@
 """States to save, their makers and comparisons, for tests of the writer and the reader.
 
-Every value follows from a seed, so a rank makes what another one saved. Nothing here uses the
+Every value follows from a seed, so a rank makes what another rank saved. Nothing here uses the
 package under test but its two classes, in `save` and `load`.
 """
 
@@ -66,7 +66,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor, here of a DTensor's, in C order as bytes, by numpy."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Where a dimension has one element, or none, it may have any stride there.
+    # Where a dimension has at most one element, it may have any stride there.
     flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(_BYTES).numpy().tobytes() if plain.numel() else b""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
+from limits import SLACK_S
+
 from ckpt_storage import Timeouts
 
 Fault = Literal["kill", "stop", "stop and go on", "oversleep", "interrupt", "error", "hang"]
@@ -24,7 +26,6 @@ TIMEOUTS = Timeouts(
     plan=6, stage=6, write=6, commit=6, load=6, consolidate=6, request=60, silence=3
 )
 REPORTED_S = 2.0
-SLACK_S = 5.0
 
 SLOT = r"commits/00000002\.json$"
 """The commit record of the save under test: the checkpoint that it replaces has the first."""

@@ -29,10 +29,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_cells import SLACK_S, SLOT, TIMEOUTS, WAITS, Cell, Where, chosen
+from fault_cells import SLOT, TIMEOUTS, WAITS, Cell, Where, chosen
 from fault_ranks import Job, Line, rank_main, state_of, version_of
 from fork_server import ForkServer, exit_codes, shared_server
-from saver_cases import END_S, until
+from limits import HANG_S, SLACK_S
+from saver_cases import until
 from servers import free_port
 
 from ckpt_storage.format.exports import GUARD_NAME
@@ -43,7 +44,6 @@ EXPORT = "run/step-1/hf"
 INDEX = "model.safetensors.index.json"
 
 EXIT_S = 30.0
-_START_S = 150.0
 
 FIRST, SECOND, THIRD = 1, 2, 3
 """Versions of the state: what lies there, what the operation saves, what is saved afterwards."""
@@ -89,7 +89,7 @@ class Ranks:
         """Let the ranks call the operation; the victim asks in the call `hold`."""
         port = free_port()
         if self._cell.host == "launcher":
-            timeout = timedelta(seconds=END_S)
+            timeout = timedelta(seconds=HANG_S)
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
             )
@@ -106,12 +106,12 @@ class Ranks:
             )
             self._fork_server.start(line.folder / "log", rank_main, job)
         # No promise covers how long a loaded machine takes to start processes.
-        self.pids = [report["pid"] for report in self.wait_for_reports("ready", limit_s=_START_S)]
+        self.pids = [report["pid"] for report in self.wait_for_reports("ready")]
         for line in self.lines:
             line.answer("ready")
 
     def wait_for_reports(
-        self, what: str, ranks: Iterable[int] | None = None, *, limit_s: float = END_S
+        self, what: str, ranks: Iterable[int] | None = None, *, limit_s: float = HANG_S
     ) -> list[dict[str, Any]]:
         """Return the reports of these ranks, once all have come."""
         chosen = [self.lines[rank] for rank in (range(len(self.lines)) if ranks is None else ranks)]
@@ -324,7 +324,7 @@ class Row:
         def were_hit(log: list[RequestRecord]) -> bool:
             return sum(record.fault != "" for record in log) >= hold.hit_count
 
-        self.server.wait_for(were_hit, timeout_s=END_S)
+        self.server.wait_for(were_hit, timeout_s=HANG_S)
         waiting = []
         if hold.holds == "victim" and cell.fault != "error":
             # All others have done their part: their errors must not depend on the order of ranks.

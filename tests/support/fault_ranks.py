@@ -59,7 +59,7 @@ class Line:
         """Report where this process is, and wait for the answer, which may be to fail."""
         self.report(what)
         answer = self._file(f"{what}, answered")
-        until(lambda: answer.exists() and answer.read_text(), f"the answer to {what}", 150.0)
+        until(lambda: answer.exists() and answer.read_text(), f"the answer to {what}")
         if answer.read_text() == "raise":
             raise OSError(errno.ENOSPC, "No space left on device, says the test")
 

@@ -95,25 +95,8 @@ class ScriptedBackends:
             abilities.RECORDS.clear()
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackends:
-    """Backends in place of those of the package."""
-    backends = ScriptedBackends()
-    monkeypatch.setattr(registry, "backend_of", backends)
-    return backends
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
-    """Stores of exports to `dst` and below."""
-    opener = Faulty((tmp_path / "dst").as_uri())
-    monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
-    yield opener
-    opener.close()
-
-
 class Racing(Script):
-    """Lets a rival do all of its work before one operation, and ends the process there if asked."""
+    """Runs a rival before operation `at`; with `is_killed` the process ends there."""
 
     def __init__(self, at: int, rival: Callable[[], object], *, is_killed: bool = False) -> None:
         super().__init__()
@@ -130,6 +113,23 @@ class Racing(Script):
             self.crashed = True
             raise SimulatedCrash
         return super().play(operation, path, call, half)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackends:
+    """Backends in place of those of the package."""
+    backends = ScriptedBackends()
+    monkeypatch.setattr(registry, "backend_of", backends)
+    return backends
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Stores of exports to `dst` and below."""
+    opener = Faulty((tmp_path / "dst").as_uri())
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", opener)
+    yield opener
+    opener.close()
 
 
 def each_fault(

@@ -94,7 +94,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save_steps(root: Path) -> None:
-    """Save a few steps, the newest one twice, as an overwrite leaves two slots."""
+    """Save a few steps, the newest step twice, as an overwrite leaves two slots."""
     with CheckpointManager(root) as manager:
         for step in STEPS:
             manager.save(step, state_of(step))
@@ -160,7 +160,9 @@ def main(count: int) -> int:
                 if step != STEPS[-1]:
                     failures.append(f"seed {seed}, {kind} at {position}: step {step}")
             if not damage_is_found(path, position, newest_of(root)):
-                failures.append(f"seed {seed}, {kind} at {position}: damage at rest was not found")
+                failures.append(
+                    f"seed {seed}, {kind} at {position}: damage at rest was not detected"
+                )
     lines = [*failures, str(dict(kinds)), f"{count} seeds, {len(failures)} failures"]
     sys.stdout.write("\n".join(lines) + "\n")
     return bool(failures)

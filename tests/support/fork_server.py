@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from limits import HANG_S, JOB_S
 from servers import free_port
 
 _PR_SET_PDEATHSIG = 1
-_EXIT_S = 30.0
 
 _PRELOADED = (
     *("torch.distributed.checkpoint", "s3fs", "safetensors.torch", "fork_server", "saver_cases"),
@@ -55,7 +55,7 @@ class ForkServer:
 
     def __exit__(self, *_exc_info: object) -> None:
         self._process.kill()  # its forks die with it
-        self._process.communicate(timeout=_EXIT_S)
+        self._process.communicate(timeout=HANG_S)
 
     def run(
         self, folder: Path, function: Callable[..., object], *args: Any, count: int = 1
@@ -68,7 +68,7 @@ class ForkServer:
         logs = [folder / f"log-{number}" for number in range(count)]
         for number, log in enumerate(logs):
             self.start(log, _without_warnings, function, number, *args)
-        codes = exit_codes(logs, 120.0)
+        codes = exit_codes(logs, JOB_S)
         out, err = ("".join(Path(f"{log}.{e}").read_text() for log in logs) for e in ("out", "err"))
         return codes, out.split(), err
 
@@ -102,7 +102,6 @@ def run_script(
     folder: Path,
     environment: Mapping[str, str],
     ranks: int | None = None,
-    deadline_s: float = 120.0,
 ) -> tuple[int, str]:
     """Run a script alone, or on `ranks` ranks with the environment that torchrun sets.
 
@@ -120,13 +119,21 @@ def run_script(
     for place, log in zip(places, logs, strict=True):
         for ending in ("out", "err", "code"):
             Path(f"{log}.{ending}").unlink(missing_ok=True)
-        job = str(script), arguments, str(folder), {**environment, **place}
-        shared_server().start(log, _run_script, *job)
-    codes = exit_codes(logs, deadline_s)
+        start_script(
+            log, str(script), *arguments, folder=folder, environment={**environment, **place}
+        )
+    codes = exit_codes(logs, JOB_S)
     outputs = [Path(f"{log}.out") for log in logs]
     text = "".join(path.read_text(errors="replace") for path in outputs if path.exists())
-    assert None not in codes, f"did not end within {deadline_s} s:\n{text}"
+    assert None not in codes, f"did not end within {JOB_S} s:\n{text}"
     return next((code for code in codes if code), 0), text
+
+
+def start_script(
+    log: Path, script: str, *arguments: str, folder: Path, environment: Mapping[str, str]
+) -> None:
+    """Start a script as `python script.py`; its output is `log`.out, its exit code `log`.code."""
+    shared_server().start(log, _run_script, script, arguments, str(folder), dict(environment))
 
 
 # What follows runs in the server and its forks.

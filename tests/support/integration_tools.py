@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from limits import JOB_S
 from servers import free_port
 
 import ckpt_storage
@@ -51,18 +52,14 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 
 def finish(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}, **deadline: float
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}
 ) -> tuple[int, str]:
     """Run a command to its end in `folder`; return its exit code and everything it printed."""
-    return finish_all([command], folder, environment, **deadline)[0]
+    return finish_all([command], folder, environment)[0]
 
 
 def finish_all(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    environment: Mapping[str, str] = {},
-    *,
-    deadline_s: float = 120.0,
+    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] = {}
 ) -> list[tuple[int, str]]:
     """Run commands side by side, each a process group that is ended whatever happens."""
     inherited = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
@@ -84,7 +81,7 @@ def finish_all(
                         start_new_session=True,
                     )
                 )
-        codes = [process.wait(timeout=deadline_s) for process in processes]
+        codes = [process.wait(timeout=JOB_S) for process in processes]
     finally:
         for process in processes:
             # torchrun's ranks are in sessions of their own; it ends them if it is asked to.

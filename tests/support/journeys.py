@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from limits import HANG_S
 from raw_clients import RawClient
 from safetensors.torch import load as parse_safetensors
 from servers import Running
@@ -132,14 +133,14 @@ class Journeys:
         assert all(path.startswith("step-1/commits/") for path in kept)
 
     def test_a_run_is_pruned_and_resumed(self, root: Running, options: dict[str, Any]) -> None:
-        """A manager keeps the latest two, and a new one restores the newest."""
-        with CheckpointManager(root.url, keep=KeepLatest(2), timeout=120, **options) as manager:
+        """A manager keeps the latest two, and a new manager restores the newest."""
+        with CheckpointManager(root.url, keep=KeepLatest(2), timeout=HANG_S, **options) as manager:
             for step in (1, 2, 3, 4):
                 manager.save(step, {"step": step})
             assert manager.wait_pruned(60)
             assert manager.last_prune is not None
             assert manager.last_prune.failed == {}
-        with CheckpointManager(root.url, timeout=120, **options) as manager:
+        with CheckpointManager(root.url, timeout=HANG_S, **options) as manager:
             assert [info.step for info in manager.all()] == [3, 4]
             state = {"step": 0}
             restored = manager.restore(state)

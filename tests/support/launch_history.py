@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from limits import SLACK_S
+
 import ckpt_storage
 
 Event = dict[str, Any]
-
-SLACK_S = 5.0
-"""What is promised beyond a deadline."""
 
 ANY_PROCESS = 0
 """As the process of a stall: the whole machine stood still."""
@@ -28,7 +27,7 @@ _EXPECTED_ENDS = {"KeyboardInterrupt", "SystemExit", "RuntimeError"}
 _RECOVERY_COUNT = 2
 """So many saves that begin after a fault may fail: those in flight, and while a worker starts."""
 
-_WORKER_START_S = 30.0
+_WORKER_START_S = 60.0
 """What a worker may take to import torch on a busy machine."""
 
 

@@ -1,4 +1,4 @@
-"""Jobs of `launched_rank.py` under real torchrun, and the log of their ranks."""
+"""Jobs of `launched_rank.py`, under real torchrun or as forks, and the log of their ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from fork_server import exit_codes, start_script
+from limits import HANG_S, JOB_S
 
 import ckpt_storage
 
@@ -22,6 +28,12 @@ STACKS_SIGNAL = signal.SIGRTMIN + 4
 """Makes a rank write the stacks of its threads."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(Path(__file__).parent)]),
+}
 
 QUICK_TIMEOUTS = {
     "plan": 4.0,
@@ -133,7 +145,7 @@ class Logs:
         ]
 
     def wait_for(
-        self, count: int, event: str, *, limit_s: float = 60, **values: Any
+        self, count: int, event: str, *, limit_s: float = HANG_S, **values: Any
     ) -> list[Event]:
         """Wait until so many such events are there."""
         end_s = time.monotonic() + limit_s
@@ -144,8 +156,54 @@ class Logs:
         return events
 
 
+class Forks:
+    """Ranks that are forks of a process that has imported torch, in place of torchrun.
+
+    As with torchrun, the launcher hosts the ranks' store. A rank that fails ends no other rank.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, rank_count: int, output: Path) -> None:
+        self._store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=HANG_S),
+        )
+        environment = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "WORLD_SIZE": str(rank_count),
+            "LOCAL_WORLD_SIZE": str(rank_count),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self._logs = [folder / f"fork-{rank}" for rank in range(rank_count)]
+        self._output = output
+        for rank, log in enumerate(self._logs):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            start_script(log, *command, folder=folder, environment={**environment, **place})
+
+    def poll(self) -> int | None:
+        """Return the first exit code that is not 0, or 0; None while a rank is alive."""
+        codes = exit_codes(self._logs, 0.0)
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def wait(self, timeout: float) -> int:
+        exit_codes(self._logs, timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired("ranks", timeout)
+        self._output.write_text("".join(Path(f"{log}.out").read_text() for log in self._logs))
+        return code
+
+    def kill(self) -> None:
+        """Do nothing: `Job` kills the ranks."""
+
+
 class Job:
-    """One torchrun with its ranks."""
+    """The ranks of a job and their launcher: torchrun, or `Forks` for what needs no torchrun."""
 
     def __init__(
         self,
@@ -153,23 +211,22 @@ class Job:
         *,
         rank_count: int = 2,
         max_restarts: int = 0,
-        rendezvous: Literal["static", "c10d"] = "c10d",
+        launcher: Literal["static", "c10d", "forks"] = "c10d",
     ) -> None:
         self.settings = settings
         self.logs = Logs(settings.folder)
         self.rank_count = rank_count
+        self.output = settings.folder / f"output-{settings.run}.txt"
+        self.process: subprocess.Popen[bytes] | Forks
+        command = str(Path(__file__).with_name("launched_rank.py")), str(settings.write())
+        if launcher == "forks":
+            self.process = Forks(command, settings.folder, rank_count, self.output)
+            return
         place = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        if rendezvous == "static":
+        if launcher == "static":
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 place = ["--master-addr=127.0.0.1", f"--master-port={free.getsockname()[1]}"]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(Path(__file__).parent)]),
-        }
-        self.output = settings.folder / f"output-{settings.run}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [
@@ -179,10 +236,9 @@ class Job:
                     f"--nproc-per-node={rank_count}",
                     f"--max-restarts={max_restarts}",
                     "--monitor-interval=0.1",
-                    str(Path(__file__).with_name("launched_rank.py")),
-                    str(settings.write()),
+                    *command,
                 ],
-                env=environment,
+                env={**os.environ, **_ENVIRONMENT},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -195,10 +251,9 @@ class Job:
         self.kill()
 
     def kill(self) -> None:
-        """End torchrun, all ranks and all workers at once."""
+        """End the launcher, all ranks and all workers at once."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
         self.logs.read()
         for event in self.logs.events:
             is_own = event["event"] == "start" and event["life"] // 100 == self.settings.run
@@ -206,9 +261,10 @@ class Job:
                 # A rank leads a group of its own, with its worker in it.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(event["pid"], signal.SIGKILL)
+        self.process.wait(HANG_S)
 
     def wait(self, limit_s: float) -> int:
-        """Return the exit code of torchrun."""
+        """Return the exit code of the launcher."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -223,7 +279,7 @@ class Job:
                     os.kill(event["pid"], STACKS_SIGNAL)
         time.sleep(0.5)
 
-    def run(self, limit_s: float = 60) -> int:
+    def run(self, limit_s: float = JOB_S) -> int:
         """Run to the end; return the exit code."""
         with self:
             return self.wait(limit_s)
@@ -238,7 +294,7 @@ def parent_of(pid: int) -> int | None:
 def is_alive(pid: int, seen_s: float) -> bool:
     """Return whether the process that had this id at `seen_s` (monotonic) exists, and no zombie.
 
-    Ids are given to new processes again.
+    The system reuses the ids of ended processes.
     """
     return parent_of(pid) is not None and not is_reused(pid, seen_s)
 

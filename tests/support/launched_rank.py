@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from launch_history import contents
 from launch_jobs import STACKS_SIGNAL, Settings, kind_of
+from limits import HANG_S
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -111,7 +112,7 @@ def forget_addresses() -> None:
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     )
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=150))
+    store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=HANG_S))
     store.delete_key(f"default_pg/0//cpu//0/{rank}")
     if store.add(f"launched/{restart}/count", 1) == int(world_size):
         store.set(f"launched/{restart}/all", "")
@@ -206,7 +207,7 @@ class Trainer:
     def load(self) -> None:
         with self.log.call("load") as outcome:
             is_loaded = self._load()
-            outcome["found"] = is_loaded
+            outcome["is_loaded"] = is_loaded
         if is_loaded:
             self.step = int(self.state["step"])
         seen: list[Any] = [None] * self.world_size
@@ -463,7 +464,7 @@ def main() -> None:
         signal.signal(signal.Signals[name], lambda *_: None)
     torch.set_num_threads(1)
     forget_addresses()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=150))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_S))
     trainer = Trainer(settings)
     trainer.load()
     try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from limits import HANG_S
 
 from ckpt_storage import RetryPolicy, StorageError
 from ckpt_storage.store.backend import Settings
@@ -18,7 +19,6 @@ from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 
 ONCE = RetryPolicy(attempt_count=1)
-WAIT_S = 30.0
 
 
 class Remote(MemoryBackend):
@@ -30,7 +30,7 @@ class Remote(MemoryBackend):
 
 
 def until(true: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S
+    end_s = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < end_s
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""States for tests of the manager, and how a checkpoint of one is damaged."""
+"""States for tests of the manager, and how its checkpoints are damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_storage import CheckpointManager, PruneReport
 from ckpt_storage.manager.resume import Restored
 
 MARK = bytes(range(64))
-"""Bytes of the saved tensor that one finds in the shard file."""
+"""Bytes of the saved tensor, as they are in the shard file."""
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ckpt_storage.testing.ranks import RankPool
 Body = Callable[..., None]
 
 
-def on_ranks(*world_sizes: int, timeout_s: float | None = None) -> Callable[[Body], Body]:
+def on_ranks(*world_sizes: int) -> Callable[[Body], Body]:
     """Make a test of a function that all ranks run: two, or one of several numbers in turn.
 
     Its parameters are fixtures and values that can be pickled, and `rank` if it wants it.
@@ -26,7 +26,7 @@ def on_ranks(*world_sizes: int, timeout_s: float | None = None) -> Callable[[Bod
         @functools.wraps(body)
         def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
             job = _run, body.__module__, body.__name__, arguments
-            ranks.run(*job, world_size=world_size, timeout_s=timeout_s)
+            ranks.run(*job, world_size=world_size)
 
         names = [name for name in inspect.signature(body).parameters if name != "rank"]
         kind = inspect.Parameter.KEYWORD_ONLY

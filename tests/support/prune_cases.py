@@ -158,7 +158,7 @@ def _head_of(slots: tuple[tuple[str, bytes], ...]) -> str | None:
 
 
 def heads(files: Mapping[str, bytes]) -> dict[int, str]:
-    """Return the save id of each committed step; fails where one is not whole."""
+    """Return the save id of each committed step; fails unless all are whole."""
     slots: dict[str, list[tuple[str, bytes]]] = {}
     for path, data in files.items():
         name, _, rest = path.partition("/")
@@ -292,7 +292,7 @@ RACES: Mapping[str, tuple[list[Coming], set[int], int]] = {
         set(),
         0,
     ),
-    "a pruner and one who deletes the newest by hand": ([pruning(ONE), deleting(6)], set(), 1),
+    "a pruner and a user who deletes the newest by hand": ([pruning(ONE), deleting(6)], set(), 1),
 }
 """Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
 

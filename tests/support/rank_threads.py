@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
+from limits import HANG_S
 
 from ckpt_storage import CheckpointError, Timeouts
 from ckpt_storage.coordination import operation as operation_module
@@ -29,13 +30,7 @@ from ckpt_storage.coordination.rounds import ByRank
 PREFIX = "test"
 
 POLL_S = 0.002
-END_S = 20.0
-"""After this a thread hangs; far longer than any test takes."""
-
 LONG = Timeouts()
-SLACK_S = 5.0
-"""What is promised beyond a deadline."""
-
 TERMS = {"the options": "none"}
 
 
@@ -81,26 +76,56 @@ class Fault:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A wait for keys, and whether all of them were there at one instant."""
+
+    keys: list[str]
+    is_met: bool = False
+
+    def look(self, store: dist.Store) -> None:
+        self.is_met = self.is_met or store.check(self.keys)
+
+
 class SharedStore:
     """The store of a job: a `HashStore` to which each rank has connections.
 
     `unreachable` are the ranks of which every request fails. The heartbeats of `silent` ranks get
-    lost. `requests` are all requests so far, without waits.
+    lost. `requests` are all requests so far, without waits; `named` are the keys that they named.
     """
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.changed = threading.Condition()
+        self.named: set[str] = set()
         self.requests: list[Request] = []
         self.unreachable: set[int] = set()
         self.silent: set[int] = set()
         self._faults: list[Fault] = []
+        self._waiters: list[_Waiter] = []
         self._goes_on: dict[int, threading.Event] = {}
 
     def connect(self, rank: int) -> Connection:
         if rank in self.unreachable:
             raise ConnectionError("The store cannot be reached.")
         return Connection(self, rank)
+
+    @contextmanager
+    def waiting(self, waiter: _Waiter) -> Iterator[None]:
+        """Note each change to a waiter, as the server of a `TCPStore` does: keys may be deleted."""
+        self._waiters.append(waiter)
+        waiter.look(self.store)
+        try:
+            yield
+        finally:
+            self._waiters.remove(waiter)
+
+    def note_change(self, keys: Iterable[str]) -> None:
+        """Let waiters see a change; called under the lock."""
+        self.named.update(keys)
+        for waiter in self._waiters:
+            waiter.look(self.store)
+        self.changed.notify_all()
 
     def keys_of(self, rank: int) -> KeyValues:
         return KeyValues(_Client(self, rank), PREFIX)
@@ -148,14 +173,20 @@ class SharedStore:
     def copy(self) -> SharedStore:
         """Return a store with the same keys, as restarted processes see it."""
         copy = SharedStore()
-        for key in self.store.list_keys():
+        copy.named = self._present()
+        for key in copy.named:
             copy.store.set(key, self.store.get(key))  # type: ignore[arg-type]  # bytes will do
         return copy
 
+    def _present(self) -> set[str]:
+        # `Store.list_keys` is newer than torch 2.9.
+        with self.changed:
+            return {key for key in self.named if self.store.check([key])}
+
     def key_names(self) -> list[str]:
         """Return all keys but heartbeats, without the prefix."""
-        names = self.store.list_keys()
-        return sorted(name.removeprefix(f"{PREFIX}/") for name in names if "/alive/" not in name)
+        names = (name for name in self._present() if "/alive/" not in name)
+        return sorted(name.removeprefix(f"{PREFIX}/") for name in names)
 
     def numbers(self) -> set[int]:
         """Return the numbers of the operations of which keys are left."""
@@ -180,7 +211,7 @@ class _Client(StoreClient):
         self._goes_on = shared.goes_on(rank)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        assert self._goes_on.wait(END_S)
+        assert self._goes_on.wait(HANG_S)
         return super().call(name, *args, **options)
 
 
@@ -218,8 +249,9 @@ class Connection:
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         shared, end_s = self._shared, time.monotonic() + timeout.total_seconds()
-        with shared.changed:
-            while not shared.store.check(keys):
+        waiter = _Waiter(keys)
+        with shared.changed, shared.waiting(waiter):
+            while not waiter.is_met:
                 self._check_connection()
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
@@ -239,16 +271,19 @@ class Connection:
         fault = shared.find_fault(request)
         if fault is not None and fault.effect == "hangs":
             fault.seen.set()
-            assert fault.released.wait(END_S)
+            assert fault.released.wait(HANG_S)
         elif fault is not None and fault.effect != "reply lost":
             self._is_broken = fault.effect in {"broken", "swallowed"}
             fault.seen.set()
             if fault.effect == "swallowed" and method in {"set", "multi_set"}:
                 return None
             raise ConnectionError("The request is lost.")
-        result = getattr(shared.store, method)(*args)
-        with shared.changed:
-            shared.changed.notify_all()
+        if method in {"check", "multi_get"}:
+            result = getattr(shared.store, method)(*args)
+        else:
+            with shared.changed:
+                result = getattr(shared.store, method)(*args)
+                shared.note_change(keys)
         if fault is not None and fault.effect == "reply lost":
             fault.seen.set()
             raise ConnectionError("The reply is lost.")
@@ -296,7 +331,7 @@ def group(
 
 
 def run(ranks: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list[Ended]:
-    """Run `body` as every rank, each in a thread; fail if one does not end."""
+    """Run `body` as every rank, each in a thread; fail unless all end."""
     ended: dict[int, Ended] = {}
 
     def main(rank: RankGroup) -> None:
@@ -313,7 +348,7 @@ def run(ranks: Sequence[RankGroup], body: Callable[[RankGroup], object]) -> list
     ]
     for thread in threads:
         thread.start()
-    end_s = time.monotonic() + END_S
+    end_s = time.monotonic() + HANG_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
     assert len(ended) == len(ranks), f"ranks hang; ended: {ended}"
@@ -392,7 +427,7 @@ def each(cases: Iterable[Any], check: Callable[..., object]) -> None:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    end_s = time.monotonic() + END_S / 2
+    end_s = time.monotonic() + HANG_S / 2
     while not condition():
         assert time.monotonic() < end_s, what
         time.sleep(POLL_S)

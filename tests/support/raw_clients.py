@@ -16,7 +16,7 @@ from servers import Running, ask
 
 
 class RawClient(abc.ABC):
-    """All files below one root, by another client than the one under test."""
+    """All files below one root, by another client than the package's."""
 
     @abc.abstractmethod
     def files(self) -> dict[str, bytes]:
@@ -70,7 +70,7 @@ class S3Client(RawClient):
         self._bucket, _, prefix = root.url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/"
         self._client = s3_client(root)
-        # The customer's key of the bucket's objects, if they are encrypted with one.
+        # The customer's key, if the bucket's objects are encrypted.
         self._key: dict[str, Any] = root.storage_options.get("s3_additional_kwargs", {})
 
     def files(self) -> dict[str, bytes]:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import servers
+from limits import HANG_S
 from raw_clients import s3_client
 from servers import HOST, Running, ServerMissingError, free_port
 
 KEY, SECRET = "test", "testtest"
-START_TIMEOUT_S = 120.0
 
 
 def _program(name: str, package: str) -> str:
-    """Return the path of a program, also of one that only the administrator's PATH has."""
+    """Return the path of a program, also of a program that only the administrator's PATH has."""
     places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
     program = shutil.which(name, path=places)
     if program is None:
@@ -43,7 +43,7 @@ def _do(*command: str, environment: Mapping[str, str] | None = None, text: str =
         input=text,
         capture_output=True,
         text=True,
-        timeout=START_TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     if done.returncode:

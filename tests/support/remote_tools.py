@@ -1,4 +1,4 @@
-"""How the tests of remote stores open one on our S3 server."""
+"""How the tests of remote stores open a store on our S3 server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONCE = RetryPolicy(attempt_count=1)
 
 
 def options_of(server: S3Server) -> dict[str, Any]:
-    """Return options that reach the server with credentials one can search for."""
+    """Return options that reach the server with credentials that a test can search for."""
     return {
         "key": KEY,
         "secret": SECRET,

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from dcp_cases import seeded
+from limits import HANG_S
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -41,19 +42,15 @@ from ckpt_storage.saves.rank_save import RankSave
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
 SILENCE_S = 3.0
-SLACK_S = 5.0
-"""What is promised beyond the deadline for silence."""
-
-END_S = 60.0
-"""Nothing here takes so long; what does, hangs."""
+"""For tests of ranks and workers that fall silent."""
 
 Where = Literal["local plan", "global plan", "write", "commit", "committed", "outcome"]
 
 
 def quick_timeouts(**other: float) -> Timeouts:
-    """Return timeouts that end a hanging test, and notice silence soon."""
-    phases = dict.fromkeys(("plan", "stage", "write", "commit"), 30.0)
-    return Timeouts(**{**phases, "silence": SILENCE_S, **other})
+    """Return timeouts that only a hanging test exceeds, but for the `other` phases."""
+    phases = dict.fromkeys(("plan", "stage", "write", "commit", "silence"), HANG_S / 2)
+    return Timeouts(**{**phases, **other})
 
 
 def state_of(rank: int, step: int, *, count: int = 1000) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def loaded(url: str | Path, rank: int, *, count: int = 1000) -> dict[str, Any]:
     return target
 
 
-def until(look: Callable[[], object], what: str, limit_s: float = END_S) -> None:
+def until(look: Callable[[], object], what: str, limit_s: float = HANG_S) -> None:
     end = time.monotonic() + limit_s
     while not look():
         if time.monotonic() > end:
@@ -105,7 +102,7 @@ def named_memory(pid: int) -> set[str]:
     for link in (process / "fd").iterdir():
         try:
             paths.add(str(link.readlink()))
-        except FileNotFoundError:  # closed meanwhile; also the one that lists this folder
+        except FileNotFoundError:  # closed meanwhile; also the descriptor that lists this folder
             continue
     return {path for path in paths if path.startswith(_SHARED) and not path.endswith(_GONE)}
 
@@ -297,4 +294,4 @@ def save_spoilt(state: dict[str, Any], path: Path, saver: AsyncSaver | None = No
                 raw.fill_(0xA5)
         hold.reached()
         hold.go()
-        handle.result(END_S)
+        handle.result(HANG_S)

@@ -24,8 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from limits import HANG_S
+
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 
 AZURE_ACCOUNT = "devstoreaccount1"
@@ -160,11 +161,11 @@ def send(
 
 def wait_for(what: str, is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
     """Wait until a server is ready; `check` raises if it has ended."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
+    deadline_s = time.monotonic() + HANG_S
     while not is_ready():
         check()
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"{what} is not ready after {START_TIMEOUT_S:g} s.")
+            raise RuntimeError(f"{what} is not ready after {HANG_S:g} s.")
         time.sleep(0.02)
 
 

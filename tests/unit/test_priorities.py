@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from saver_cases import END_S, quick_saver, until
+from limits import HANG_S
+from saver_cases import quick_saver, until
 
 from ckpt_storage import AsyncSaver, InvalidInputError
 from ckpt_storage.background.priorities import apply_priorities, check_priorities
@@ -42,7 +43,7 @@ end.set()
 def test_all_threads_have_the_priorities(io_class: str, shown: str) -> None:
     """Threads that start later are as nice, and of the same class of I/O."""
     command = [sys.executable, "-c", SCRIPT, io_class]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stdout.splitlines()
     assert set(lines) == {f"7 {shown}"}
     assert len(lines) >= 2
@@ -95,7 +96,7 @@ def test_workers_have_the_priorities_and_the_trainer_has_not(tmp_path: Path) -> 
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     with quick_saver("process", worker_nice=12, worker_ionice="idle", on_error="warn") as saver:
         for step in range(2):
-            saver.save({"w": torch.ones(3)}, tmp_path / f"{step}", sync_files=False).result(END_S)
+            saver.save({"w": torch.ones(3)}, tmp_path / f"{step}", sync_files=False).result(HANG_S)
             pid = saver.worker_pid
             assert pid is not None
             assert os.getpriority(os.PRIO_PROCESS, pid) == 12

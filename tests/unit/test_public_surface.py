@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import HANG_S
 
 import ckpt_storage
 from ckpt_storage import errors
@@ -102,7 +103,7 @@ def run_python(code: str) -> str:
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import HANG_S
 from manager_cases import manager_of
 from rank_threads import SharedStore, group
 
@@ -89,7 +90,7 @@ def in_step(
             for other in turns:
                 other.release()
             for _ in range(world_size):
-                assert turns[rank].acquire(timeout=60)
+                assert turns[rank].acquire(timeout=HANG_S)
 
     outcomes = together([partial(train, rank) for rank in range(world_size)])
     assert outcomes == [None] * world_size
@@ -134,12 +135,12 @@ def test_ranks_that_failed_to_meet_meet_at_their_next_step() -> None:
             notices,
             every_steps=None,
             every_s=None,
-            timeouts=Timeouts(plan=LONG_S),
+            timeouts=Timeouts(plan=HANG_S),
             clock=lambda: float(next(clock_s)),
         )
         failures: list[str] = []
         for step in range(1, 20):
-            at_next_step.wait(LONG_S)
+            at_next_step.wait(HANG_S)
             if rank == 1 and step == 5:
                 notices.pending.return_value = "SIGTERM"
             is_apart = rank == 1 and step > 5 and not failures
@@ -254,9 +255,6 @@ def test_a_lost_store_ends_no_meeting_that_has_ended() -> None:
     assert store.key_names() == []
 
 
-LONG_S = 60.0
-
-
 @pytest.fixture
 def taken() -> Iterator[list[int]]:
     """The signals that a handler of the user's gets, which is there before and afterwards."""
@@ -270,7 +268,7 @@ def taken() -> Iterator[list[int]]:
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG_S, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 
@@ -323,12 +321,12 @@ def test_a_signal_asks_for_one_save(tmp_path: Path, taken: list[int]) -> None:
     manager.close()
     manager = manager_of(tmp_path, signals=[signal.SIGUSR1])
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(manager.close).result(LONG_S)
+        thread.submit(manager.close).result(HANG_S)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert taken == [signal.SIGUSR1] * 2
         refused = thread.submit(manager_of, tmp_path, signals=[signal.SIGUSR1])
         with pytest.raises(InvalidInputError, match="main thread"):
-            refused.result(LONG_S)
+            refused.result(HANG_S)
     with pytest.raises(InvalidInputError, match="cannot be handled"):
         manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGKILL])
 
@@ -451,7 +449,7 @@ def test_no_step_waits_for_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             waits_s.append(timeout)
         return wait(condition, timeout)
 
-    with manager_of(tmp_path, preemption=lambda: go.wait(LONG_S)) as manager:
+    with manager_of(tmp_path, preemption=lambda: go.wait(HANG_S)) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Condition, "wait", recorded_wait)
             assert not any(manager.should_save(step) for step in range(1, 100))
@@ -463,14 +461,14 @@ def test_no_step_waits_for_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_hook_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     """Closing goes on without it, and what it raises afterwards harms nobody."""
     late = threading.Event()
-    notices = PreemptionNotices((), lambda: late.wait(LONG_S) and 1 / 0)
+    notices = PreemptionNotices((), lambda: late.wait(HANG_S) and 1 / 0)
     assert notices.pending() is None
     (thread,) = [thread for thread in threading.enumerate() if "preemption" in thread.name]
     notices.close()
     assert thread.is_alive()
     with caplog.at_level(logging.CRITICAL, "ckpt_storage"):
         late.set()
-        thread.join(LONG_S)
+        thread.join(HANG_S)
     assert not thread.is_alive()
 
 
@@ -482,7 +480,7 @@ def test_a_hook_is_asked_again_only_after_it_answered() -> None:
     def hook() -> object:
         nonlocal count
         count += 1
-        assert go.wait(LONG_S)
+        assert go.wait(HANG_S)
         answered.set()
         return count == 2
 
@@ -490,7 +488,7 @@ def test_a_hook_is_asked_again_only_after_it_answered() -> None:
     assert [notices.pending() for _ in range(100)] == [None] * 100
     assert count <= 1
     go.set()
-    assert answered.wait(LONG_S)
+    assert answered.wait(HANG_S)
     while notices.pending() is None:
         assert count <= 2
     assert notices.pending() == "the preemption hook"
