@@ -408,18 +408,17 @@ class Search:
 
     def _has_failed(self, state: State, request: Request) -> bool:
         """Return whether a rank waits in a failed round, and the coordinator could release it."""
-        coordinator = self.locals.values[state.locals[0]]
-        if coordinator.phase == "dead" or coordinator.is_broken or request[0] == "linger":
-            return False
         round_ = request[1][:3]
-        if coordinator.rank.number + (coordinator.phase != "idle") < round_[1]:
+        store = dict(self.stores.values[state.store])
+        if request[0] == "linger" or not is_failed(store.get((*round_, "verdict"))):
             return False
+        coordinator = self.locals.values[state.locals[0]]
+        has_come = coordinator.rank.number + (coordinator.phase != "idle") >= round_[1]
         # A coordinator that lost the store for a moment publishes the failure in its next call.
         is_pending = any(number == round_[1] for number, _ in coordinator.rank.pending)
-        if is_pending or self.ghosts.values[state.ghost].in_flight:
-            return False
-        store = dict(self.stores.values[state.store])
-        return is_failed(store.get((*round_, "verdict")))
+        in_flight = self.ghosts.values[state.ghost].in_flight
+        is_lost = coordinator.phase == "dead" or coordinator.is_broken
+        return has_come and not (is_lost or is_pending or in_flight)
 
     # Faults.
 
