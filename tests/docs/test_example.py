@@ -6,7 +6,9 @@ import contextlib
 import sys
 from pathlib import Path
 
+import pytest
 from integration_tools import EXAMPLES, finish
+from limits import JOB_S
 
 
 def processes_naming(text: str) -> list[str]:
@@ -19,11 +21,12 @@ def processes_naming(text: str) -> list[str]:
     return commands
 
 
+@pytest.mark.timeout(580)  # five jobs of torchrun, one after another
 def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
     """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 1."""
     command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), "--url", str(tmp_path / "run")]
     command += ["--steps", "12", "--save-every", "4", "--other-ranks", "1"]
-    code, output = finish(command, tmp_path)
+    code, output = finish(command, tmp_path, limit_s=1.5 * JOB_S)
     assert code == 0, output
     for sentence in (
         "committed checkpoints are step-00000004, step-00000008, step-00000012",

@@ -52,14 +52,22 @@ def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
 
 
 def finish(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] = {}
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] = {},
+    *,
+    limit_s: float = JOB_S,
 ) -> tuple[int, str]:
     """Run a command to its end in `folder`; return its exit code and everything it printed."""
-    return finish_all([command], folder, environment)[0]
+    return finish_all([command], folder, environment, limit_s=limit_s)[0]
 
 
 def finish_all(
-    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] = {}
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    environment: Mapping[str, str] = {},
+    *,
+    limit_s: float = JOB_S,
 ) -> list[tuple[int, str]]:
     """Run commands side by side, each a process group that is ended whatever happens."""
     inherited = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
@@ -81,7 +89,7 @@ def finish_all(
                         start_new_session=True,
                     )
                 )
-        codes = [process.wait(timeout=JOB_S) for process in processes]
+        codes = [process.wait(timeout=limit_s) for process in processes]
     finally:
         for process in processes:
             # torchrun's ranks are in sessions of their own; it ends them if it is asked to.
