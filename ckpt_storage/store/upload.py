@@ -21,7 +21,7 @@ from ckpt_storage.format.crc import crc32c_of_all
 from .backend import Backend, Part, PartCopy
 from .calls import Calls
 from .problems import unable
-from .threads import AbandonedError, report_progress
+from .threads import AbandonedError
 
 _State: TypeAlias = Literal["open", "closed", "complete", "aborted"]
 """"closed": the receipts were returned, so no part may be written any more."""
@@ -221,34 +221,22 @@ class Upload:
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
-                self._token = self._calls.run("start of the upload", self._path, self._begin)
+                begin = methodcaller(
+                    "begin_upload", self._path, write_id=self.write_id, copies=self._copies
+                )
+                token: str = self._calls.run("start of the upload", self._path, begin)
+                self._token = token
             return self._token
-
-    def _begin(self, backend: Backend) -> str:
-        token = backend.begin_upload(self._path, write_id=self.write_id, copies=self._copies)
-        try:
-            report_progress()
-        except AbandonedError:
-            # The caller abandoned the start, so no other thread knows the token.
-            backend.abort_upload(self._path, token)
-            raise
-        return token
 
     def _send(self, part: Part, operation: str, call: Callable[[Backend, str], Part]) -> Part:
         """Send a part and keep its receipt; an abandoned part makes the upload unusable."""
         token = self._ensure_begun()
         what = f"{operation} of {part.size_bytes} bytes at byte {part.offset}"
 
-        def send(backend: Backend) -> Part:
-            try:
-                return call(backend, token)
-            finally:
-                if self._state == "aborted" and self._is_owner:
-                    # AWS, "AbortMultipartUpload": parts in progress may still succeed.
-                    backend.abort_upload(self._path, token)
-
         try:
-            receipt = self._calls.run(what, self._path, send, repeat="unless-abandoned")
+            receipt = self._calls.run(
+                what, self._path, lambda backend: call(backend, token), repeat="unless-abandoned"
+            )
         except BaseException as error:
             # After an abandoned or interrupted call the part may still be in flight.
             if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):

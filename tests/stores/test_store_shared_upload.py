@@ -159,28 +159,6 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     assert store.list("") == []
 
 
-def test_an_upload_is_aborted_again_after_a_part_that_came_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AWS, "AbortMultipartUpload": parts in progress may still succeed; abort it again."""
-    upload, aborted = local(tmp_path).upload(PATH, copies=True), list[str]()
-    abort = LocalBackend.abort_upload
-
-    def count(backend: LocalBackend, path: str, token: str) -> None:
-        aborted.append(token)
-        abort(backend, path, token)
-
-    def late(*_arguments: Any, **_options: Any) -> str:
-        upload.abort()
-        return "receipt"
-
-    monkeypatch.setattr(LocalBackend, "abort_upload", count)
-    monkeypatch.setattr(LocalBackend, "put_part", late)
-    with pytest.raises(CheckpointError):
-        upload.write_part(0, 0, view(b"data"), last=True)
-    assert len(aborted) == 2
-
-
 def test_an_upload_that_has_ended_begins_no_other(server: S3Server) -> None:
     """An object of one part was put in one request; who asks for a token later gets none."""
     store = plain(server)
