@@ -284,7 +284,10 @@ class Round:
                 fault = event["fault"]
                 is_known = self._queued.pop(str(fault["id"]), None) is not None
                 if is_known and event["event"] == "fault":
-                    self._count(fault["kind"], f"rank {event['rank']}", fault.get("seconds", 0.0))
+                    seconds = fault.get("seconds", 0.0)
+                    # As the rank reports it: this process may read the report much later.
+                    span = event["begin"], event["t"]
+                    self._count(fault["kind"], f"rank {event['rank']}", seconds, span=span)
         now = time.monotonic()
         # A rank that died may have taken some along.
         for name in [name for name, at in self._queued.items() if now > at + _QUEUED_S]:
@@ -423,12 +426,13 @@ class Round:
             end_s = time.monotonic() + 0.2
             self.stalls.append(Stall(pid=entry[2], begin_s=entry[1], end_s=end_s))
 
-    def _count(self, kind: str, who: str, seconds: float = 0.0) -> None:
+    def _count(
+        self, kind: str, who: str, seconds: float = 0.0, *, span: tuple[float, float] | None = None
+    ) -> None:
         self.faults[kind] += 1
         now = time.monotonic()
-        # Those that ranks report are over by now; what follows a death is another incarnation's.
-        is_over = kind in _IN_RANK
-        self.spans.append((now - seconds, now) if is_over else (now, now + seconds))
+        # What follows a death is another incarnation's.
+        self.spans.append(span or (now, now + seconds))
         self.say(f"{kind} {who}" + (f" {seconds} s" if seconds else ""))
 
     # The end.
