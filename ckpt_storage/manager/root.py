@@ -156,6 +156,9 @@ class Root:
         if is_foreign(store, slots):
             footer = read_footer(store) if slots.last is None else None
             if footer is not None:
+                if slotlog.read_log(store).last is not None:
+                    # The save was committed after the log was read.
+                    return self._read(store, state)
                 raise IntegrityError(
                     f"{url} has .metadata of save {footer.save_id} but no commits/ folder.",
                     path=COMMITS,

@@ -73,6 +73,8 @@ def open_source(store: Store, options: TransferOptions) -> Source:
         if ours is not None:
             return ours
         source = _open_foreign(store, commit_log, options, is_deep=is_deep)
+        if source is None:
+            continue
         if is_deep or not any("/" in path for path in source.paths):
             return source
         # The listing comes first, so that it shows a save that ends before `.metadata` is read.
@@ -92,9 +94,10 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
 
 def _open_foreign(
     store: Store, commit_log: CommitLog, options: TransferOptions, *, is_deep: bool
-) -> ForeignSource:
+) -> ForeignSource | None:
     """Return another writer's checkpoint; its files are listed before its metadata is read.
 
+    Returns None if a save of ours was committed since `commit_log` was read.
     Where nothing can be listed, as over HTTP, the files have the names that its readers know.
     """
     is_listed = True
@@ -118,6 +121,8 @@ def _open_foreign(
     if isinstance(stock, StockSource):
         return stock
     if stock is not None and commit_log.last is None:
+        if slotlog.read_log(store, for_reader=True).last is not None:
+            return None
         raise FormatError(
             f"{store.url} has .metadata of save {stock.save_id} in slot {stock.slot}, but "
             "slot 1 cannot be found: there is no commits/ folder, or it lost files.",
