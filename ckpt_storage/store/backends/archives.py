@@ -15,13 +15,15 @@ class _Archive(_TarFileSystem):  # type: ignore[misc]  # fsspec has no types
     """An archive whose names may begin with "./", as `tar cf run.tar .` writes them."""
 
     def _index(self) -> None:
+        sizes: dict[str, int] = {}
+        for member in vars(self)["tar"].getmembers():
+            member.name = member.name.removeprefix("./")
+            if member.islnk():
+                # Fsspec of 2024 has 0, the length that the archive records of a link.
+                member.size = sizes.get(member.linkname.removeprefix("./"), 0)
+            sizes[member.name] = member.size
         super()._index()
-        entries: dict[str, Any] = {}
-        for name, entry in vars(self)["index"].items():
-            entry[0]["name"] = name.removeprefix("./")
-            entries[name.removeprefix("./")] = entry
-        entries.pop(".", None)
-        self.index = entries
+        vars(self)["index"].pop(".", None)
 
 
 class TarBackend(FsspecBackend):
