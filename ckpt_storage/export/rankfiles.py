@@ -10,9 +10,10 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ class RankFilesSource(UnpickledSource):
     def add_tensor(
         self, fqn: str, dtype: str, shape: tuple[int, ...], parts: Mapping[Box, _Part]
     ) -> None:
-        """Add a tensor. Raises `FormatError` if its parts leave a gap."""
+        """Add a tensor. Raises `FormatError` if its parts leave a gap, or its name is known."""
+        self._check_new([fqn])
         boxes, flaw = tiles_of(list(parts), shape)
         if flaw is not None:
             what = f"the parts of {fqn} do not make up its shape {list(shape)}: {flaw}"
@@ -109,13 +111,23 @@ class RankFilesSource(UnpickledSource):
         self.origins |= {(fqn, box.offsets): parts[box] for box in boxes if not box.is_empty}
 
     def add_others(self, file: TorchFileSource) -> None:
-        """Add the values of a file that are no tensors, its ties and the nesting of its values."""
+        """Add the values of a file that are no tensors, and its ties."""
+        self._check_new(file.values)
         self.values |= file.values
         self.ties |= file.ties
+
+    def add_nesting(self, file: TorchFileSource) -> None:
+        """Add the nesting of those values of a file that were added."""
         paths = file.planner_data
         assert isinstance(paths, PlannerData)  # noqa: S101  # as `open_torch_file` made it
-        self.nesting.update(paths)
+        known = self.records.keys() | self.values.keys()
+        self.nesting.update({fqn: path for fqn, path in paths.items() if fqn in known})
         self.nesting.int_keys |= paths.int_keys
+
+    def _check_new(self, fqns: Iterable[str]) -> None:
+        for fqn in fqns:
+            if fqn in self.records or fqn in self.values:
+                raise _refused(self.store, f"two items have values of the name {fqn}")
 
 
 def open_rank_files(store: Store, *, unsafe_pickle: bool) -> RankFilesSource:
@@ -153,7 +165,8 @@ def open_rank_files(store: Store, *, unsafe_pickle: bool) -> RankFilesSource:
         if item.shardings is None:
             _add_equal(source, name, list(files.values()))
         else:
-            _add_sharded(source, item.shardings, files)
+            with _refusing_damage(store):
+                _add_sharded(source, item.shardings, files)
     source.blobs = frozenset(source.values)
     used |= {METADATA_NAME} & versions.keys()
     source.versions = FileVersions(of={path: versions[path] for path in used})
@@ -241,6 +254,7 @@ def _add_equal(source: RankFilesSource, name: str, files: Sequence[TorchFileSour
         parts = {box: (files[0], (fqn, box.offsets)) for box in info.boxes}
         source.add_tensor(fqn, info.dtype, info.shape, parts)
     source.add_others(files[0])
+    source.add_nesting(files[0])
 
 
 def _add_sharded(
@@ -255,8 +269,7 @@ def _add_sharded(
         nesting = file.planner_data or {}
         for fqn, info in list(file.tensors.items()):
             path = tuple(map(str, nesting[fqn][1:]))
-            with _refusing_damage(source.store):
-                shape, boxes = _boxes_of(source, fqn, shardings.get(path, ()), rank)
+            shape, boxes = _boxes_of(source, fqn, shardings.get(path, ()), rank)
             if kinds.setdefault(fqn, (info.dtype, shape)) != (info.dtype, shape):
                 raise _refused(source.store, f"{fqn} has another dtype or shape on rank {rank}")
             keys = _cut(source, file, fqn, [box for box in boxes if all(box.sizes)])
@@ -269,6 +282,8 @@ def _add_sharded(
     for file in files.values():
         first.ties = {alias: t for alias, t in first.ties.items() if file.ties.get(alias) == t}
     source.add_others(first)
+    for file in files.values():
+        source.add_nesting(file)
 
 
 def _boxes_of(
@@ -280,7 +295,7 @@ def _boxes_of(
         kind = packed[0]["type"] if packed else "no sharding"
         raise _refused(source.store, f"{METADATA_NAME} has {kind} for {fqn} on rank {rank}")
     data = packed[0]["data"]
-    mesh, shape = data["mesh_spec"], tuple(data["global_shape"])
+    mesh, shape = data["mesh_spec"], tuple(map(index, data["global_shape"]))
     ranks = np.array(mesh["mesh_data"]).reshape(mesh["mesh_shape"])
     coordinate = np.argwhere(ranks == rank)[0].tolist()
     placements = [_placement_of(source, fqn, placement) for placement in data["placements"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,54 @@ def test_a_strided_shard_gets_its_rows_in_order(tmp_path: Path) -> None:
     ckpt_storage.convert(tmp_path / "b", tmp_path / "ours", to="ckpt_storage")
     with ckpt_storage.open_checkpoint(tmp_path / "ours") as checkpoint:
         assert torch.equal(checkpoint["model.w"].torch(), whole)
+
+
+def of_items(folder: Path, items: Mapping[str, Sequence[Mapping[str, torch.Tensor]]]) -> None:
+    """Write items of plain tensors, which each rank that has a file of them has whole."""
+    described: dict[str, DistributedItemMetadata] = {}
+    for name, states in items.items():
+        groups: dict[Any, list[GlobalObjectMetadata]] = {}
+        for rank, state in enumerate(states):
+            torch.save(state, folder / f"{name}_{rank}.pt")
+            mesh = DeviceMeshSpec(device_type="cpu", mesh_shape=(1,), mesh_data=(rank,))
+            for key, value in state.items():
+                whole: Any = DTensorShardingMetadata(
+                    global_shape=tuple(value.shape),
+                    dtype=str(value.dtype),
+                    stride=tuple(value.stride()),
+                    mesh_spec=mesh,
+                    placements=(ReplicateSpec(),),
+                )
+                groups.setdefault((key,), []).append(GlobalObjectMetadata(whole, (rank,)))
+        described[name] = DistributedItemMetadata(groups, dict.fromkeys(range(len(states))))
+    content = DistributedMetadata(described, world_size=2).to_dict()
+    (folder / "metadata.pkl").write_bytes(pickle.dumps(content))
+
+
+def test_the_stages_of_a_pipeline_are_nested_alike(tmp_path: Path) -> None:
+    """Tensors that the first rank lacks stand in the item, as their loader has them."""
+    of_items(tmp_path, {"model": [{"a": torch.ones(4)}, {"b": torch.full((4,), 2.0)}]})
+    ckpt_storage.convert(tmp_path, tmp_path / "all.pt", to="torch_save")
+    state = torch.load(tmp_path / "all.pt")
+    assert {key: value.tolist() for key, value in state["model"].items()} == {
+        "a": [1.0] * 4,
+        "b": [2.0] * 4,
+    }
+
+
+def test_two_values_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Neither replaces the other."""
+    of_items(tmp_path, {"a": [{"b.w": torch.ones(4)}, {}], "a.b": [{"w": torch.zeros(4)}, {}]})
+    with pytest.raises(FormatError, match=r"two items have values of the name a\.b\.w"):
+        ckpt_storage.convert(tmp_path, tmp_path.with_name("ours"), to="ckpt_storage")
+
+
+@pytest.mark.parametrize("shape", [(2,), (4.0,)])
+def test_metadata_that_fits_no_file_is_refused(tmp_path: Path, shape: Any) -> None:
+    """The error names the metadata."""
+    native(tmp_path / "a", [torch.tensor(1.0)] * 4, [ShardSpec(0), ReplicateSpec()], shape=shape)
+    with pytest.raises(FormatError, match=r"metadata\.pkl cannot be read"):
+        ckpt_storage.convert(tmp_path / "a", tmp_path / "ours", to="ckpt_storage")
 
 
 def test_a_sharding_that_is_not_known_is_refused(tmp_path: Path) -> None:
