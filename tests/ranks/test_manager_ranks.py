@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,26 @@ def test_saves_and_restores_go_on_after_a_restore_by_one_rank_alone(
             manager.save(step, state_of(step), sync_files=False)
         assert [info.step for info in manager.all()] == [1, 2, 3]
         assert restore(manager).step == 3
+
+
+class _LateLayer(torch.nn.Linear):
+    """A layer whose state is read late."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        time.sleep(3.5)
+        return super().state_dict(*args, **options)
+
+
+@on_ranks()
+def test_a_rank_that_is_late_in_a_restore_is_named_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    """It comes when the load of the others has failed, and waits for no load: they repeat none."""
+    layer = torch.nn.Linear(2, 2)
+    limits = Timeouts(plan=1.0, load=HANG_S, write=HANG_S, commit=HANG_S)
+    with CheckpointManager(tmp_path, timeout=limits) as manager:
+        manager.save(1, {"layer": layer}, sync_files=False)
+        late = _LateLayer(2, 2) if rank == 1 else layer
+        with pytest.raises(errors.PhaseTimeoutError, match=r"Rank 1 .*phase of the load from"):
+            manager.restore({"layer": late})
 
 
 @pytest.mark.parametrize(
