@@ -77,8 +77,8 @@ _WRITER = "tests/stores/test_filewriter.py"
 _MANAGER_MUTANTS = [
     Mutant(
         "manager/root.py",
-        "deep=deep or self.damage_count > 0",
-        "deep=deep",
+        "is_deep = deep or self.damage_count > 0",
+        "is_deep = deep",
         [f"{_SHARED_DAMAGE}::test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file"],
     ),
     Mutant("manager/root.py", "self.damage_count += 1", "pass", [_SHARED_DAMAGE]),
@@ -90,8 +90,8 @@ _MANAGER_MUTANTS = [
     ),
     Mutant(
         "manager/resume.py",
-        "if not root.damage_count:",
-        "if root.location:",
+        "if not root.damage_count or",
+        "if root.location or",
         [f"{_SHARED_DAMAGE}::test_a_restore_of_some_values_vouches_for_no_others"],
     ),
     Mutant(

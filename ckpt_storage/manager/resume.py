@@ -129,9 +129,9 @@ class Resumer:
                 root = self._roots[root_index]
                 problem, present_id = self._try(load, root, info)
                 if problem is None and present_id == info.save_id:
-                    root.record_sound(info.name, info.save_id)
                     # Not all values need be in the state: a damaged file may not have been read.
-                    if not root.damage_count:
+                    if not root.damage_count or self._check == "deep":
+                        root.record_sound(info.name, info.save_id)
                         root.base = info.name
                     if skipped and self._ranks.is_coordinator:
                         _report_skipped(info, skipped)

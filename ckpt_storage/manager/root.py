@@ -250,7 +250,10 @@ class Root:
         try:
             store = self.open(deadline, info.name)
             # A file that is damaged in another checkpoint may have a hard link in this one.
-            if check_part(store, deep=deep or self.damage_count > 0) == info.save_id:
+            is_deep = deep or self.damage_count > 0
+            if check_part(store, deep=is_deep) == info.save_id:
+                if self.damage_count > 0 and not is_deep:
+                    return self.check_sound(info, deadline, deep=True)  # it was found meanwhile
                 self.record_sound(info.name, info.save_id)
                 return True
         except IntegrityError as error:

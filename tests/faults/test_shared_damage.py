@@ -64,6 +64,20 @@ def test_a_restore_of_some_values_vouches_for_no_others(manager: CheckpointManag
     assert is_loaded(folder(manager, 4), state_of(4))
 
 
+def test_a_prune_after_a_restore_of_some_values_reads_the_others(
+    manager: CheckpointManager,
+) -> None:
+    """Steps 1 and 2, of which only the adapters were loaded after the damage, are not sound."""
+    find_damage(manager)
+    for step in (1, 2):
+        adapter = {"lora": dcp_cases.zeros_like(state_of()["model"]["lora"])}
+        manager.restore({"model": adapter}, step=step)
+    manager.prune()
+    restored = manager.restore(dcp_cases.zeros_like(state_of()))
+    assert restored is not None
+    assert restored.step == 0
+
+
 def test_a_save_that_links_the_file_while_its_damage_is_found_is_no_base(
     manager: CheckpointManager,
 ) -> None:
