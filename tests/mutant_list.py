@@ -1253,8 +1253,8 @@ _DCP_MUTANTS = [
 _LOADS_MUTANTS = [
     Mutant(
         "loads/items.py",
-        "if not _has_equal_bytes(earlier[2], expected):",
-        "if earlier is None:",
+        "                if _is_filled(earlier):\n",
+        "                if earlier:\n",
         [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),

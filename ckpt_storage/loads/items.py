@@ -8,10 +8,11 @@ from __future__ import annotations
 import io
 import logging
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from operator import add
+from itertools import repeat
+from operator import add, itemgetter, mul
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -206,27 +207,45 @@ class LoadItems:
             [(self._stored_name(item), _offsets_of(item)) for item in plan.items]
         )
         self.places = places
-        # The first target at each address; and those that share memory and are stored differently.
-        firsts: dict[torch.device, dict[int, _Target]] = {}
-        self._sharing: dict[int, tuple[_Target, list[tuple[_Target, torch.Tensor]]]] = {}
-        for item, place in zip(plan.items, places, strict=True):
+        targets: list[torch.Tensor | None] = []
+        for item in plan.items:
+            is_blob = item.type is LoadItemType.BYTE_IO
+            targets.append(None if is_blob else self._target(item, self._dtype_of(item)))
+        # The groups of targets that share memory, each with the elements that are read for it.
+        self._sharing: list[list[_Value]] = []
+        buffers: dict[int, torch.Tensor] = {}
+        for group in [] if casts == "any" else _overlapping(targets, places):
+            (first, filled), *others = group
+            values = [(places[first].fqn, filled, filled)]
+            for number, other in others:
+                if self._content(number, other) != self._content(first, filled):
+                    buffers[number] = torch.empty_like(other)
+                    values.append((places[number].fqn, other, buffers[number]))
+            if len(values) > 1:
+                self._sharing.append(values)
+        for number, (item, place, target) in enumerate(
+            zip(plan.items, places, targets, strict=True)
+        ):
             source_place = place if verify else place.unchecked()
-            if item.type is LoadItemType.BYTE_IO:
+            if target is None:
                 buffer = bytearray(source_place.size_bytes)
                 self._blobs.append((item, buffer, source_place))
                 self.reads.append(bytes_read(source_place, memoryview(buffer)))
                 continue
-            stored = source.tensors[self._stored_name(item)].dtype
-            target = self._target(item, stored)
             self._targets.append(target)
-            if casts != "any" and place.crcs is not None and target.numel():
-                own = (item, place, target)
-                first = firsts.setdefault(target.device, {}).setdefault(target.data_ptr(), own)
-                if first is not own and _stored_bytes(first) != _stored_bytes(own):
-                    target = torch.empty_like(target)
-                    self._sharing.setdefault(id(first), (first, []))[1].append((own, target))
             reads = self._opaque if source_place.kind == "opaque" else self.reads
-            reads.append(self._read(item, stored, target, source_place))
+            buffered = buffers.get(number, target)
+            reads.append(self._read(item, self._dtype_of(item), buffered, source_place))
+
+    def _dtype_of(self, item: ReadItem) -> str:
+        return self._source.tensors[self._stored_name(item)].dtype
+
+    def _content(self, number: int, target: torch.Tensor) -> tuple[object, ...]:
+        """Return a key that is equal for targets that are one tensor and get the same bytes."""
+        item, place = self._items[number], self.places[number]
+        layout = target.data_ptr(), target.stride(), target.dtype, target.is_conj(), target.is_neg()
+        stored = tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
+        return (*layout, *stored, self._dtype_of(item))
 
     def _stored_name(self, item: ReadItem) -> str:
         fqn = item.storage_index.fqn
@@ -329,16 +348,19 @@ class LoadItems:
         """
         for ring in self._rings.values():
             ring.finish()
-        for first, others in self._sharing.values():
-            filled = [(first, first[2].clone())]
-            for value in others:
-                (_, _, target), elements = value
-                with torch.inference_mode(target.is_inference()):
-                    target.copy_(elements)
-                for earlier, expected in filled:
-                    if not _has_equal_bytes(earlier[2], expected):
-                        raise _sharing_error(earlier[1].fqn, value[0][1].fqn)
-                filled.append(value)
+        for values in self._sharing:
+            name, first, _ = values[0]
+            values[0] = name, first, first.clone()
+            for value in values:
+                _fill(value)
+            for number, earlier in enumerate(values):
+                if _is_filled(earlier):
+                    continue
+                _fill(earlier)
+                for later in values[number + 1 :]:
+                    _fill(later)
+                    if not _is_filled(earlier):
+                        raise _sharing_error(earlier[0], later[0])
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Pass all values to the planner, once all bytes are read and verified."""
@@ -389,18 +411,53 @@ def _exact(offsets: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(offsets)
 
 
-_Target = tuple[ReadItem, ChunkPlace, torch.Tensor]
+def _overlapping(
+    targets: Sequence[torch.Tensor | None], places: Sequence[ChunkPlace]
+) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Yield groups of targets whose addresses overlap, with their numbers, in order.
+
+    Only of those whose stored checksums are known. The chunks of one value lie between one another,
+    but not at one address.
+    """
+    extents: dict[torch.device, list[tuple[int, int, int, torch.Tensor]]] = {}
+    for number, (target, place) in enumerate(zip(targets, places, strict=True)):
+        if target is not None and place.crcs is not None and target.numel():
+            start = target.data_ptr()
+            last = map(mul, target.stride(), map(add, target.shape, repeat(-1)))
+            stop = start + (1 + sum(last)) * target.element_size()
+            extents.setdefault(target.device, []).append((start, stop, number, target))
+    for ranges in extents.values():
+        group, end = list[tuple[int, int, int, torch.Tensor]](), 0
+        ranges.sort(key=lambda extent: extent[:3])
+        for extent in (*ranges, None):
+            if extent is not None and extent[0] < end:
+                group.append(extent)
+                end = max(end, extent[1])
+                continue
+            if len(group) > 1:
+                starts = {start for start, *_ in group}
+                names = {places[number].fqn for _, _, number, _ in group}
+                if len(names) > 1 or len(starts) < len(group):
+                    members = ((number, target) for _, _, number, target in group)
+                    yield sorted(members, key=itemgetter(0))
+            if extent is not None:
+                group, end = [extent], extent[1]
 
 
-def _stored_bytes(target: _Target) -> tuple[object, ...]:
-    """Return a key that is equal for values that are stored as the same bytes."""
-    item, place, _ = target
-    return tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
+_Value = tuple[str, torch.Tensor, torch.Tensor]
+"""The name, target and elements of a value whose target shares memory."""
 
 
-def _has_equal_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether tensors of one dtype have the same elements; NaN equals NaN."""
-    plain = [tensor.resolve_conj().resolve_neg().reshape(-1) for tensor in (left, right)]
+def _fill(value: _Value) -> None:
+    _, target, elements = value
+    # As in `TensorRead`.
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(elements)
+
+
+def _is_filled(value: _Value) -> bool:
+    """Return whether a target has its elements, byte for byte: NaN equals NaN."""
+    plain = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in value[1:]]
     return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
 
 

@@ -276,6 +276,38 @@ def test_one_target_for_two_values_needs_consent(
 
 
 @each_load
+@pytest.mark.parametrize(
+    "view",
+    [lambda whole: whole[1:3], lambda whole: whole.T, lambda whole: whole[:, ::2]],
+    ids=["rows", "transposed", "columns"],
+)
+def test_a_view_of_a_target_takes_what_the_target_takes(
+    tmp_path: Path, door: Callable[..., object], view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Wherever the view begins, and if its values are stored as the same bytes in another order."""
+    whole, target = seeded(1, 4, 4), torch.zeros(4, 4)
+    dcp_cases.save({"a": whole, "b": view(whole).clone(), "c": view(whole) + 1}, tmp_path / "c")
+    door({"a": target, "b": view(target)}, tmp_path / "c")
+    assert same(target, whole)
+    with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"a and c"):
+        door({"a": target, "c": view(target)}, tmp_path / "c")
+    dcp_cases.save({"a": whole, "c": whole.clone()}, tmp_path / "same")
+    with pytest.raises((ckpt_storage.InvalidInputError, CheckpointException), match=r"a and c"):
+        door({"a": target, "c": target.T}, tmp_path / "same")
+
+
+@each_load
+def test_views_between_one_another_share_nothing(
+    tmp_path: Path, door: Callable[..., object]
+) -> None:
+    """The columns of one tensor are targets of their own."""
+    columns, target = [seeded(n, 4) for n in range(2)], torch.zeros(4, 2)
+    dcp_cases.save({"a": columns[0], "b": columns[1]}, tmp_path / "c")
+    door({"a": target[:, 0], "b": target[:, 1]}, tmp_path / "c")
+    assert same(target, torch.stack(columns, 1))
+
+
+@each_load
 def test_tied_targets_take_equal_values_of_different_dtypes(
     tmp_path: Path, door: Callable[..., object]
 ) -> None:
