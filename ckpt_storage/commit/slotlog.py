@@ -30,6 +30,9 @@ from ckpt_storage.transfer.workers import side_by_side
 
 T = TypeVar("T")
 
+_MAX_SLOT = 1 << 40
+"""More slots than saves can take; a server that shows more answers for absent files, too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitLog:
@@ -110,7 +113,7 @@ def read_log(
         lowest = _lowest_slot(store)
         low = lowest - 1 if lowest and slots.is_taken(lowest) else 0
     origin, high = low, low + 1
-    while slots.is_taken(high):
+    while high < _MAX_SLOT and slots.is_taken(high):
         low, high = high, 2 * high - origin
     low = bisect_left(range(high), 1, lo=low + 1, key=lambda slot: not slots.is_taken(slot)) - 1
     last = slots.record(low) if low else None

@@ -28,6 +28,7 @@ import ckpt_storage
 from ckpt_storage import (
     CheckpointGoneError,
     CheckpointStorageReader,
+    FormatError,
     IntegrityError,
     InvalidInputError,
     RetryPolicy,
@@ -51,6 +52,7 @@ class Web:
     url: str = ""
     has_ranges: bool = True
     failure_status: int | None = None
+    absent: tuple[int, bytes] = (404, b"no\n")
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     heads: list[dict[str, str]] = field(default_factory=list)
 
@@ -69,7 +71,8 @@ def served(folder: Path) -> Iterator[Web]:
             web.heads.append(dict(self.headers.items()))
             file = folder / self.path.strip("/")
             if web.failure_status or not file.is_file():
-                send(self, web.failure_status or 404, b"no\n", {})
+                status, body = web.absent
+                send(self, web.failure_status or status, body, {})
                 return
             data, total = file.read_bytes(), file.stat().st_size
             match = re.fullmatch(r"bytes=(\d*)-(\d*)", wanted) if web.has_ranges else None
@@ -201,6 +204,15 @@ def test_a_server_that_fails_is_no_absent_checkpoint(web: Web, status: int, kind
     with pytest.raises(StorageError) as caught:
         ckpt_storage.open_checkpoint(f"{web.url}/run", retry=ONCE)
     assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("name", ["run", "nothing"])
+def test_a_server_with_a_page_for_absent_files_is_refused(web: Web, name: str) -> None:
+    """Servers of single-page applications answer 200 for every path; the search for slots ends."""
+    web.absent = 200, b"<!doctype html>\n"
+    with pytest.raises(FormatError, match="it begins with b'<!doctype html"):
+        ckpt_storage.open_checkpoint(f"{web.url}/{name}", retry=ONCE)
+    assert len(web.requests) < 100
 
 
 def test_a_server_that_is_not_there_is_a_lost_connection() -> None:
