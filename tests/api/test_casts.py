@@ -26,6 +26,8 @@ from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.casts import Changes, can_cast, find_changes, is_lossless
 
 INF, NAN = float("inf"), float("nan")
+FLOAT8_OF_INF = float(torch.tensor(INF).to(torch.float8_e4m3fn).float())
+"""The largest value, or NaN with older releases of torch."""
 REFUSED = (ckpt_storage.InvalidInputError, CheckpointException)
 Load = Callable[..., object]
 
@@ -42,8 +44,8 @@ DO_NOT_FIT: list[tuple[str, str, Any, Any]] = [
     ("uint64", "int8", (1 << 64) - 1, -1),
     ("int64", "float16", 70_000, INF),
     ("float32", "float16", 1e30, INF),
-    ("float32", "float8_e4m3fn", 1e30, 448.0),
-    ("float32", "float8_e4m3fn", INF, 448.0),
+    ("float32", "float8_e4m3fn", 1e30, FLOAT8_OF_INF),
+    ("float32", "float8_e4m3fn", INF, FLOAT8_OF_INF),
     ("float32", "float8_e4m3fnuz", 1e30, NAN),
     ("float32", "float8_e8m0fnu", -2.0, 2.0),
     ("float64", "float32", 1e300, INF),

@@ -48,9 +48,10 @@ def rewritten(path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
     return path
 
 
-def check_refused(path: Path, target: Path) -> None:
-    with pytest.raises(Exception):  # noqa: B017, PT011  # torch has several
-        torch.load(path)
+def check_refused(path: Path, target: Path, *, by_torch: bool = True) -> None:
+    if by_torch:
+        with pytest.raises(Exception):  # noqa: B017, PT011  # torch has several
+            torch.load(path)
     with pytest.raises((errors.FormatError, errors.IntegrityError)):
         convert(path, target, to="safetensors")
     assert not list(target.glob("*.safetensors"))
@@ -71,14 +72,14 @@ def test_a_view_that_ends_with_its_storage_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_storage_longer_than_its_record_is_refused(tmp_path: Path) -> None:
-    """What the pickle says of a storage's length is held against the record."""
+    """What the pickle says of a storage's length is held against the record; not by torch 2.9."""
     path = saved(tmp_path / "model.pt", View(torch.ones(8), 0, 8))
 
     def shorten(records: dict[str, bytes]) -> None:
         name = next(name for name in records if name.endswith("data/0"))
         records[name] = records[name][:-4]
 
-    check_refused(rewritten(path, shorten), tmp_path / "out")
+    check_refused(rewritten(path, shorten), tmp_path / "out", by_torch=False)
 
 
 def test_a_torchscript_archive_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def test_names_that_cannot_be_are_refused(
     dcp_cases.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "c")
     with pytest.raises(REFUSED) as caught:
         load({"x": torch.zeros(2)}, tmp_path / "c", rename=rename)
-    assert reason in str(caught.value)
+    is_hidden = load is dcp_cases.load and dcp_cases.HIDES_REASONS
+    assert is_hidden or reason in str(caught.value)
 
 
 @each_load

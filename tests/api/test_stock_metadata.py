@@ -82,7 +82,7 @@ def test_never_always_and_the_limit_are_obeyed(
     limit(len(STATE) - 1)
     caplog.set_level("INFO", "ckpt_storage")
     save(tmp_path / "large" / "run")
-    assert "would hold 5 entries" in caplog.text
+    assert "would have 5 entries" in caplog.text
     check_note(tmp_path / "large" / "run")
     limit(0)
     save(tmp_path / "run", stock_metadata="always")

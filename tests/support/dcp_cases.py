@@ -118,7 +118,7 @@ def tiled(whole: torch.Tensor, boxes: Sequence[Box]) -> Tiled:
 
 
 HIDES_REASONS = torch.__version__ < "2.10"
-"""Whether a failed `dcp.load` says why: torch 2.9 raises an empty error in place of a reader's."""
+"""Whether a failed `dcp.load` does not say why: torch 2.9 drops the errors of readers."""
 
 
 def zeros_like(value: Any) -> Any:
