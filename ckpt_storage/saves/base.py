@@ -6,8 +6,7 @@ No byte of a reused file passes through the process: the file is linked, or the 
 from __future__ import annotations
 
 import logging
-import os
-import socket
+from collections import deque
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -53,6 +52,12 @@ def key_of_item(item: Item) -> Key:
     return item.fqn, None if item.dtype is None else Box(item.offsets, item.sizes)
 
 
+OWN_SAVES: deque[str] = deque(maxlen=64)
+"""The last saves that this process wrote; in a container that starts again, the process id and the
+host name are those of the process before.
+"""
+
+
 class _StoredItem(NamedTuple):
     """An item of the base: its file, its position there, and the CRC-32C of its first block."""
 
@@ -80,7 +85,7 @@ class Base:
     @property
     def is_of_this_process(self) -> bool:
         """Whether this process wrote it."""
-        return (self.manifest.host, self.manifest.pid) == (socket.gethostname(), os.getpid())
+        return self.manifest.save_id in OWN_SAVES
 
     def keys_of(self, file: ShardFile) -> list[Key]:
         """Return the keys of the items of a file, in its order."""

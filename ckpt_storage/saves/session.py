@@ -45,7 +45,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.writing import ObjectWriter
 
-from .base import read_base, warn_useless
+from .base import OWN_SAVES, read_base, warn_useless
 from .groups import choose_groups, split_plan
 from .items import Items, planned_bytes
 from .options import SaveOptions
@@ -284,6 +284,7 @@ class SaveSession:
                     shards = writer.write(files)
             self._warn_of(unsafe, save_id)
             has_linked = any(isinstance(shard, ReusedShard) for shard in shards)
+            OWN_SAVES.append(save_id)
             return self._put_manifest(
                 store,
                 ticket,

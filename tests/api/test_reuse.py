@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
+from limits import HANG_S
 from reuse_cases import BASE, COUNT, files_of, is_loaded, linked, manifests_of, state_of
 from saver_cases import quick_saver
 
@@ -241,6 +244,33 @@ def test_a_process_that_goes_on_with_a_run_hashes_again(tmp_path: Path, stable: 
         infos = [manager.save(step, state_of(step)) for step in range(6, 9)]
     assert infos[-1].stats is not None
     assert infos[-1].stats.reused_bytes > 3 * 4 * COUNT
+
+
+_IN_A_CONTAINER = """
+import os, sys
+import torch
+from ckpt_storage import CheckpointManager
+os.getpid = lambda: 1
+path, first, stable = sys.argv[1:]
+still = torch.arange(1 << 16).float()
+with CheckpointManager(path, reuse=True, stable=stable or ()) as manager:
+    if first != "1":
+        manager.restore({"still": torch.zeros_like(still)})
+    for step in range(int(first), int(first) + 4):
+        info = manager.save(step, {"still": still if stable else torch.rand(1 << 16)})
+print(info.stats.reused_bytes)
+"""
+
+
+def test_a_container_that_starts_again_hashes_again(tmp_path: Path) -> None:
+    """Its first process has the host name and the process id of the process before."""
+    reused = []
+    for first, stable in ((1, ""), (5, "still")):
+        command = [sys.executable, "-c", _IN_A_CONTAINER, str(tmp_path), str(first), stable]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=HANG_S)
+        reused.append(int(ended.stdout))
+    assert reused[0] == 0
+    assert reused[1] > 4 << 16
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
