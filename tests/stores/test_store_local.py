@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -183,6 +184,42 @@ def test_folders_are_made_while_another_attempt_takes_empty_ones_along(root: str
     store = local_store(root, posix=_Vanishing())
     store.make_folders(["commits", "saves/b", "saves/b/ranks"])
     assert Path(root, "saves/b/ranks").is_dir()
+
+
+@pytest.mark.parametrize("call", ["stat", "fsync_folder"])
+@pytest.mark.parametrize("folder", ["saves", "commits"])
+def test_folders_may_vanish_before_every_call(root: str, folder: str, call: str) -> None:
+    """Folders that are there are made again, and a deletion is done, if they vanish meanwhile."""
+
+    class _Vanishing(Posix):
+        left = 3
+
+        def _vanish(self, path: str) -> None:
+            if path.endswith(folder) and self.left:
+                self.left -= 1
+                with contextlib.suppress(OSError):
+                    Path(path).rmdir()
+
+        def stat(self, path: str) -> os.stat_result:
+            if call == "stat":
+                self._vanish(path)
+            return super().stat(path)
+
+        def fsync_folder(self, path: str) -> None:
+            if call == "fsync_folder":
+                self._vanish(path)
+            super().fsync_folder(path)
+
+    posix, store = _Vanishing(), local_store(root, posix=Posix())
+    store.make_folders(["commits", "saves/a"])
+    store.delete_folder("saves/a")
+    store.make_folders(["commits", "saves"])
+    store = local_store(root, posix=posix)
+    store.make_folders(["commits", "saves/b"])
+    assert names_in(Path(root)) == ["commits", "saves"]
+    posix.left = 3
+    store.delete_folder("saves/b")
+    assert not Path(root, "saves/b").exists()
 
 
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])

@@ -46,6 +46,9 @@ T = TypeVar("T")
 # next range makes cold reads slower.
 _READ_AHEAD_BYTES = 1 << 20
 
+_MAX_REMOVALS = 16
+"""How often a folder is made again that other processes remove because it is empty."""
+
 
 class _Token(str):
     """The token of an upload that this process began, which keeps its temporary file open."""
@@ -317,11 +320,13 @@ class LocalBackend(Backend):
             full = self._full(folder.strip("/"))
             self._check_inside(full)
             make = partial(self._posix.make_folder, full, root=self.folder, sync=self._sync)
-            try:
-                make(made=made)
-            except FileNotFoundError:
+            for _ in range(_MAX_REMOVALS):
+                with contextlib.suppress(FileNotFoundError):
+                    make(made=made)
+                    break
                 # Another process has removed an empty folder that was made just now.
                 made.clear()
+            else:
                 make(made=made)
 
     def durability_problem(self) -> str:
@@ -337,8 +342,10 @@ class LocalBackend(Backend):
         self._check_inside(folder_of(full))
         if not self._posix.remove_folder(full):
             return
-        if self._sync:
-            self._posix.sync_names(folder_of(full))
+        # The last of several deletions removes the folder.
+        with contextlib.suppress(FileNotFoundError):
+            if self._sync:
+                self._posix.sync_names(folder_of(full))
         if folder_of(path) == SAVES:
             # An attempt that begins meanwhile makes them again.
             with contextlib.suppress(OSError):
