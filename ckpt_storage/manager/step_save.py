@@ -45,7 +45,7 @@ class StepSave:
             self._name = root.names.name_of(arguments["step"])
             place = place.child(self._name)
             user = user_record(arguments["step"], arguments["metrics"] or {})
-        except Exception as error:  # noqa: BLE001  # raised by `_prepare`, so that all ranks get it
+        except Exception as error:  # noqa: BLE001  # raised by `_reserve`, so that all ranks get it
             self._argument_error = error
         self._target = place.target
         identity = {"step": root.names.step_of(self._name), "restores": restores}
@@ -57,16 +57,19 @@ class StepSave:
             replaces=root.damaged_ids(self._name),
         )
 
-    def _prepare(self, options: SaveOptions) -> SaveOptions:
-        """Reserve the name; waits while it is deleted. Return the options with the base.
+    def _reserve(self) -> None:
+        """Reserve the name; waits while it is deleted.
 
         Raises what is wrong with the arguments, or `PhaseTimeoutError`.
         """
         if self._argument_error is not None:
             raise self._argument_error
         self._release = self._root.in_use.acquire(
-            self._name, "it is being saved", timeout_s=options.timeouts.plan
+            self._name, "it is being saved", timeout_s=self._options.timeouts.plan
         )
+
+    def _prepare(self, options: SaveOptions) -> SaveOptions:
+        self._reserve()
         return self._with_base(options)
 
     def _with_base(self, options: SaveOptions) -> SaveOptions:
@@ -84,7 +87,7 @@ class StepSave:
         options = self._with_base(self._options)
 
         def prepared_state() -> dict[str, Any]:
-            self._prepare(options)
+            self._reserve()
             return plain_state(state)
 
         committed: CheckpointInfo | None = None

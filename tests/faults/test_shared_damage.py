@@ -97,6 +97,25 @@ def test_a_save_that_links_the_file_while_its_damage_is_found_is_no_base(
     assert is_loaded(folder(manager, 5), state_of(5))
 
 
+def test_a_save_that_waits_while_its_base_is_found_to_be_damaged_is_no_base(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a mirror finds the damage while the save waits for its name."""
+    root, newest = manager._root, manager.latest()  # noqa: SLF001  # no other name for it
+    assert newest is not None
+    acquire = root.in_use.acquire
+
+    def acquire_later(name: str, use: str, *, timeout_s: float) -> Any:
+        root.record_damaged(newest, "a wrong byte")
+        return acquire(name, use, timeout_s=timeout_s)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(root.in_use, "acquire", acquire_later)
+        manager.save(4, state_of(4))
+    manager.save(5, state_of(5))
+    assert is_loaded(folder(manager, 5), state_of(5))
+
+
 def test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file(
     manager: CheckpointManager,
 ) -> None:
