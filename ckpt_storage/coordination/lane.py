@@ -97,6 +97,10 @@ class Lane:
         self.identities[self.number] = own
         self.identities.pop(self.number - _MAX_EARLIER - 1, None)
 
+    def pass_over(self) -> None:
+        """Note that this rank takes no part in the operation of its number."""
+        self.identities[self.number].pop(self.global_ranks[self.rank], None)
+
     # Sessions.
 
     def join(self, wait: Callable[[str], None], timeout_s: float) -> None:

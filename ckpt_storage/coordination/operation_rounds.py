@@ -233,6 +233,7 @@ class OperationRounds:
                 and release.identity == self.identity
                 and isinstance(release.error, PhaseTimeoutError)
             ):
+                lane.pass_over()
                 raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:

@@ -505,6 +505,26 @@ def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> No
     assert values(run(ranks, lambda of: rolling(of, 1))) == [{1}] * 3
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_load_that_one_rank_gave_up_takes_no_save_along(early: int) -> None:
+    """The rank that comes to the load late fails in it alone; then all save together."""
+    gave_up = threading.Event()
+
+    def body(ranks: RankGroup) -> Any:
+        first = rolling(ranks, 0)
+        is_early = ranks.lane.rank == early
+        assert is_early or gave_up.wait(HANG_S)
+        with (
+            pytest.raises(PhaseTimeoutError if is_early else RankMismatchError),
+            ranks.operation(f"the load from {LAST}", timeouts=SHORT if is_early else LONG) as load,
+        ):
+            load.meet(TERMS, identity=Identity(kind="the load", url=LAST, is_read=True))
+        gave_up.set()
+        return [first, *(rolling(ranks, step) for step in (1, 2))]
+
+    assert values(run(group(SharedStore(), 2), body)) == [[{0}, {1}, {2}]] * 2
+
+
 # The commit.
 
 
