@@ -148,21 +148,25 @@ class Conversion(Export[ConvertReport]):
             source = super().read_source()
         except errors.CheckpointNotFoundError as error:
             missing.append(error)
-        # In that layout, too, items may be safetensors, beside others.
-        if source is None or (
-            source.format == "safetensors" and is_there(self.context.source, "metadata.pkl")
-        ):
-            source = self._open_rank_files() or source
+        if source is None or source.format == "safetensors":
+            source = self._open_rank_files(source) or source
         if source is None:
             raise missing.pop()
         return source
 
-    def _open_rank_files(self) -> Source | None:
-        """Open a checkpoint in the layout of torch_checkpointing; None if there is none."""
-        from .rankfiles import is_rank_layout, open_rank_files  # noqa: PLC0415  # imports torch
+    def _open_rank_files(self, weights: Source | None) -> Source | None:
+        """Open a checkpoint in the layout of torch_checkpointing; None if there is none.
 
-        store = self.context.source
-        if not is_rank_layout([entry.path for entry in listed(store)]):
+        In that layout, too, items may be `weights`, safetensors, beside others.
+        """
+        from .rankfiles import has_items, is_rank_layout, open_rank_files  # noqa: PLC0415  # torch
+
+        store, is_sought = self.context.source, weights is None
+        if weights is not None and weights.versions.is_listed:
+            is_sought = is_there(store, "metadata.pkl")
+        files = [entry.path for entry in listed(store)] if is_sought else []
+        # A `metadata.pkl` of another program may lie beside weights.
+        if not (is_rank_layout(files) if weights is None else has_items(files)):
             return None
         return open_rank_files(store, unsafe_pickle=self.spec.unsafe_pickle)
 

@@ -56,8 +56,8 @@ def open_foreign(context: ExportContext, source: Source, save_id: str | None = N
         _check_names(entries, spec.target.url)
     _check_whole(source, {path: info.size_bytes for path, info in entries.items()})
     crcs, was_there = dict[str, int](), False
-    if save_id is not None or exports.NAMES_PATH in entries:
-        documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+    documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
+    if save_id is not None or any(map(exports.is_of_export, documents)):
         record, index = _read_export(context.source, save_id)
         crcs = _checksums(context.source, record, documents)
         was_there = save_id is not None and _has_export(context.target, index)

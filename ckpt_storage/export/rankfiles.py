@@ -50,6 +50,11 @@ _Part = tuple[TorchFileSource, Key]
 """A file of one rank, and a chunk in it."""
 
 
+def has_items(names: Iterable[str]) -> bool:
+    """Return whether a folder has a file of an item of a rank."""
+    return any(map(_ITEM_FILE.fullmatch, names))
+
+
 def is_rank_layout(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a checkpoint of torch_checkpointing.
 

@@ -60,6 +60,11 @@ def export_path(fingerprint: str) -> str:
     return f"{records_folder(fingerprint)}/output.json"
 
 
+def is_of_export(path: str) -> bool:
+    """Return whether a document is that of an export, and not of a run that wrote a folder."""
+    return path == NAMES_PATH or path.endswith("/output.json")
+
+
 def weight_file_path(fingerprint: str, number: int) -> str:
     """Return the path of the record of complete weight file `number` (from 1)."""
     return f"{records_folder(fingerprint)}/{number:05d}.json"

@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import pathlib
+import pickle
 import shutil
 import tracemalloc
 import zipfile
@@ -543,3 +544,14 @@ def test_metadata_of_torch_names_no_class_of_this_package(tmp_path: Path) -> Non
     ckpt_storage.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
     assert b"ckpt_storage" not in (tmp_path / "dcp" / ".metadata").read_bytes()
     assert ckpt_storage.verify(tmp_path / "dcp").ok
+
+
+@pytest.mark.parametrize("content", [{"a": 1}, pathlib.PurePosixPath("a")])
+def test_weights_beside_another_programs_pickle_are_read(tmp_path: Path, content: object) -> None:
+    """Only beside files of items is `metadata.pkl` that of torch_checkpointing."""
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(4)}, tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/metadata.pkl").write_bytes(pickle.dumps(content))
+    convert(tmp_path / "hf", tmp_path / "ours", to="ckpt_storage")
+    with ckpt_storage.open_checkpoint(tmp_path / "ours") as checkpoint:
+        assert torch.equal(checkpoint["w"].torch(), torch.ones(4))

@@ -147,6 +147,17 @@ def test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file(
     assert not (tmp_path / "copy" / INDEX_NAME).exists()
 
 
+def test_the_record_of_an_export_counts_without_its_list_of_names(tmp_path: Path) -> None:
+    """A folder that another tool copied in part is checked as far as a record is there."""
+    export = exported(tmp_path / "run")
+    next(export.rglob("names.json")).unlink()
+    copy(export, tmp_path / "sound")
+    file = export / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match="model-00001-of-00002"):
+        copy(export, tmp_path / "copy")
+
+
 def test_a_copy_of_an_export_without_its_record_is_refused(tmp_path: Path) -> None:
     """Its index names a record, whose checksums are needed."""
     export = exported(tmp_path / "run")
