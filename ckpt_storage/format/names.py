@@ -13,9 +13,9 @@ from ckpt_storage.errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
+"""Hugging Face's name of the map from tensors to weight files."""
 WEIGHT_NAMES = ("model.safetensors", "adapter_model.safetensors")
 """Weight files that come without an index."""
-"""Hugging Face's name of the map from tensors to weight files."""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
