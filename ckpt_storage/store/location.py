@@ -224,6 +224,9 @@ def address_of(location: Location) -> str:
     inner = options.get("client_kwargs") or {}
     names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
     values = [source.get(name) for source in (options, inner, connection) for name in names]
+    if location.protocol == "az":
+        # As in az://CONTAINER@ACCOUNT.blob.core.windows.net/PREFIX.
+        values.append(location.path.partition("/")[0].partition("@")[2].partition(".")[0])
     values += [os.environ.get(name) for name in variables]
     value = next((value for value in values if isinstance(value, str) and value), "")
     return value if not value or "://" in value else f"//{value}"

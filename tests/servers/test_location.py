@@ -61,6 +61,16 @@ def test_spellings_of_a_root_become_one(url: str) -> None:
         assert (location.url, location.protocol) == (url, url.partition(":")[0])
 
 
+def test_accounts_in_urls_of_azure_share_no_container() -> None:
+    """Each account has containers of its own; a copy would read the target's own account."""
+    opened = [
+        open_store(Location.of(f"abfs://box@{account}.dfs.core.windows.net/run", {"anon": True}))
+        for account in ("me", "me", "you")
+    ]
+    assert opened[0].can_copy_objects_of(opened[1])
+    assert not opened[0].can_copy_objects_of(opened[2])
+
+
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path means the working folder of the moment, whatever it becomes later."""
     monkeypatch.chdir(tmp_path)
