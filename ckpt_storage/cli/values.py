@@ -153,7 +153,7 @@ def _pairs(values: Any) -> Any:
 
 
 def _dummy(selection: Indexed, kind: str = "u1") -> NDArray[Any]:
-    """Return an array like that of numpy for an index; reads nothing."""
+    """Return an array of the shape that numpy gives for an index; reads nothing."""
     sizes = tuple(map(len, selection.ranges))
     return np.broadcast_to(np.empty((), kind), sizes)[selection.view]
 

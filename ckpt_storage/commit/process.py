@@ -10,10 +10,11 @@ _START_FIELD = 19
 
 
 def process_identity(pid: int | None = None) -> str:
-    """Return a unique identity of a process (default: this), "" if it is unknown or has ended.
+    """Return a unique identity of a process, "" if it is unknown or has ended.
 
-    It has the boot id of the machine, the namespace of process ids (containers with one host name
-    have different namespaces), the process id, and the start time of the process.
+    `pid`: by default that of this process. The identity has the boot id of the machine, the
+    namespace of process ids (containers with one host name have different namespaces), the process
+    id, and the start time of the process.
     """
     pid = os.getpid() if pid is None else pid
     try:

@@ -266,7 +266,7 @@ def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_writt
 
 
 def _delete_seen(store: Store, seen: Content | None) -> None:
-    """Delete `.metadata`, where the storage has conditions only if it is unchanged."""
+    """Delete `.metadata`; with a condition that it is unchanged if the storage has conditions."""
     try:
         if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
             store.delete([STOCK_METADATA])

@@ -18,7 +18,7 @@ class Identity:
     The step finds ranks that skipped a call: with a URL that stays the same, the next call would
     otherwise look like the skipped call. `restores` counts how often this run went back to
     an earlier step. None: not known, which agrees with any value. `is_read`: the operation only
-    reads, so that calls of different ranks belong together whenever they were made.
+    reads, so a rank that comes after the deadline of a number takes the next number.
     """
 
     kind: str

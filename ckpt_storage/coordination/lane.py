@@ -195,7 +195,7 @@ class Lane:
     def note_ended(self, failed: Failed) -> None:
         """Note that a call of this rank failed: it counts in the session where all ranks meet.
 
-        A read does not count: it may go on with any read of the others.
+        A read does not count: it may take the number of a later read of the others.
         """
         is_read = failed.identity is not None and failed.identity.is_read
         if not self.has_met and not is_read:

@@ -53,7 +53,7 @@ class ConvertReport:
 FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
 
 UNPICKLED = frozenset({"torch_save", "torch_checkpointing"})
-"""Source formats whose values that are no tensors have been unpickled with the rest."""
+"""Source formats whose values are unpickled when the source is opened, if they are no tensors."""
 
 _LAYOUT = 2
 """Changed with the layout of files, so that files of an older release are not resumed."""

@@ -289,7 +289,7 @@ def rank_manifest(
 def described(
     file: OutFile, columns: Mapping[str, Sequence[int]], number: int, made: WriteSummary
 ) -> ShardFile:
-    """Return the table of a shard file that was written, at position `number`."""
+    """Return the table of the shard file at position `number`, which was written."""
     crcs = sorted(span for result in made.results for span in result.spans.get(number, ()))
     parts: dict[int, list[Span]] = {}
     for span in crcs:

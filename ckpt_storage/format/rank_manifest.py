@@ -151,7 +151,7 @@ class RankManifest:
         return None if at < 0 else self.boxes[at]
 
     def renumbered(self, file: ShardFile, known: Vocabulary, path: str) -> ShardFile:
-        """Return a file of this manifest as another manifest has it, at `path`.
+        """Return a file of this manifest for a manifest that has it at `path`.
 
         Adds names, dtypes and boxes of the items to `known`.
         """

@@ -75,10 +75,10 @@ class CheckpointManager:
         names: template of the folders' names.
         every_steps: `should_save` at each multiple.
         every_s: `should_save` so many seconds (or `timedelta`) after the last save began.
-        signals: such as `signal.SIGTERM`: `should_save` once any rank gets it. A handler that was
-            there is called as well; else the signal no longer ends the process. Python's own
-            handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a second or more
-            after the first.
+        signals: such as `signal.SIGTERM`: `should_save` once any rank gets it. An earlier
+            handler is called as well; without one, the signal no longer ends the process.
+            Python's own handler of SIGINT raises KeyboardInterrupt only at a second SIGINT, a
+            second or more after the first.
         preemption: called a few times a second on each rank, on a thread of its own, so it must
             not call collectives; `should_save` once it has returned a true value on any rank.
             No step waits for it, and it may hang.

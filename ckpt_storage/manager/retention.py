@@ -66,7 +66,7 @@ def plan_retention(
 ) -> PruneReport:
     """Decide which folders below a root are kept, and give every reason.
 
-    Kept are all that any policy keeps, the newest sound, whole checkpoint, what was committed last,
+    Kept are all that any policy keeps, the newest sound, whole checkpoint, the last commit,
     folders that are not of this run or may not be read, and `protected`, which maps names to
     reasons; also a second copy of a kept save, as both names may mean one folder. Policies count
     sound checkpoints only. A damaged checkpoint is kept while nothing sound is newer, and while a

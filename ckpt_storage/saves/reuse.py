@@ -36,8 +36,8 @@ to hash and compare them.
 
 _MAX_UNLINKED = 3
 _RETRY_AT = 30
-"""After so many saves of a process in a row that reused nothing, values are no longer hashed; and
-after so many of them are hashed again, if there is no `full_every`.
+"""Saves of a process in a row that reused nothing: after the first number of them values are no
+longer hashed, and after the second they are hashed again if there is no `full_every`.
 """
 
 Noted = Callable[[SavePlan], Iterable[Item]]

@@ -158,7 +158,7 @@ class Store:
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; each attempt iterates over the ranges from the start.
 
-        The next range is taken once this range is filled. `size_bytes` is the length that
+        `ranges` is advanced only once the range before is filled. `size_bytes` is the length that
         the object must have. Raises `IntegrityError` for another length, or if the object ends
         within a range.
         """

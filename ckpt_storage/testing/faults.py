@@ -180,7 +180,7 @@ def played(
     *,
     target: int = 0,
 ) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that plays the script of its object; `half` calls the inner in halves.
+    """Return a method that plays the script of its object; `half` performs half of it.
 
     `path_of` of the object returns the path of the argument at position `target`.
     """

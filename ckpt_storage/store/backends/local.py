@@ -335,8 +335,8 @@ class LocalBackend(Backend):
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it durably, following no symbolic link.
 
-        After the only attempt of a checkpoint, its empty folders are removed, but not the root,
-        which the user may have made.
+        With the last attempt of a checkpoint, `saves` and `commits` go too if they are empty. The
+        root stays: the user may have made it.
         """
         full = self._full(path)
         self._check_inside(folder_of(full))
