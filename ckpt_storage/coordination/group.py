@@ -51,12 +51,13 @@ class _Lanes:
             for name in sorted({*self.by_name, *_COMMON_LANES} - {own}):
                 here = self.by_name.get(name)
                 keys = KeyValues(self.client, f"ckpt_storage/{name}")
-                session = here.lane.session.encode() if here else keys.get("session", timeout_s)
+                token = None if here else keys.get_awaited("session", timeout_s)
+                session = here.lane.session if here else (token or b"").decode()
                 if not session:
                     continue
                 number = (here.lane.number if here else 0) + 1
                 for rank in ranks[:_MAX_LOOKUPS]:
-                    beat = heartbeats.get(f"{session.decode()}/{rank}", timeout_s)
+                    beat = heartbeats.get(f"{session}/{rank}", timeout_s)
                     if beat is not None and Heartbeats.number_of(beat) == number:
                         return (
                             f"; rank {self.global_ranks[rank]} waits in another operation of this "

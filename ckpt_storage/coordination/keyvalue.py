@@ -267,6 +267,13 @@ class KeyValues:
         envelope = self._compare_set(key, _ABSENT, _ABSENT, timeout_s)
         return None if envelope == _ABSENT.encode() else self._opened(key, envelope, timeout_s)
 
+    def get_awaited(self, key: str, timeout_s: float) -> bytes | None:
+        """As `get`, for a key that ranks may wait for, in two requests.
+
+        Torch's TCPStore with libuv wakes waiting ranks at a compare-and-set of an absent key.
+        """
+        return self.get(key, timeout_s) if self.has_all([key], timeout_s) else None
+
     def get_many(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
         """Return the values of `keys`, which `has_all` has shown; each request has `timeout_s`."""
         values: list[bytes] = []

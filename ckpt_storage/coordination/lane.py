@@ -111,7 +111,7 @@ class Lane:
         if self.is_coordinator and not self.session:
             self._open(timeout_s)
         while not self.has_met and not self.is_coordinator:
-            token = self.keys.get("session", timeout_s)
+            token = self.keys.get_awaited("session", timeout_s)
             if token is None:
                 wait("session")
                 continue
@@ -132,7 +132,7 @@ class Lane:
         Repeated by the next call if a request fails.
         """
         session = f"{self._nonce}-{_restart_count()}"
-        token = self.keys.get("session", timeout_s)
+        token = self.keys.get_awaited("session", timeout_s)
         if token is not None and token.decode() != session:
             self._old_session = token
         self.keys.set_surely("session", session.encode(), timeout_s)
@@ -161,7 +161,7 @@ class Lane:
         """Return whether a newer incarnation of the job has made another session."""
         if self.has_met or self.is_coordinator:
             return False
-        token = self.keys.get("session", timeout_s)
+        token = self.keys.get_awaited("session", timeout_s)
         return token is not None and token.decode() != self.session
 
     def publish_processes(

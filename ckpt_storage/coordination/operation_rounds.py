@@ -275,7 +275,7 @@ class OperationRounds:
         if current is None or key != current.release_key or is_own:
             return
         try:
-            release = current.read_release(self.phases.patience_s)
+            release = current.read_awaited_release(self.phases.patience_s)
         except LostStoreError as error:
             self.lose(error)
             return

@@ -182,6 +182,11 @@ class Round:
 
     def read_release(self, timeout_s: float) -> Release | None:
         """Return the release, None if there is none yet."""
+        packed = self._keys.get_awaited(self.release_key, timeout_s)
+        return None if packed is None else _unpickled(packed)
+
+    def read_awaited_release(self, timeout_s: float) -> Release | None:
+        """Return the release after a wait for its key has ended; None if it was deleted since."""
         packed = self._keys.get(self.release_key, timeout_s)
         return None if packed is None else _unpickled(packed)
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import queue
 import sys
+import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from limits import HANG_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from messages import Plan, SaveCost, Simulation, Threads, serve, simulated
 
-from ckpt_storage.coordination.keyvalue import COORDINATOR
+from ckpt_storage.coordination.keyvalue import COORDINATOR, KeyListener, KeyValues, StoreClient
 
 RANK_COUNT = 8
 
@@ -55,3 +60,23 @@ def test_a_member_sends_nine_requests_a_save_and_two_more_for_new_plans(
         assert requests == OF_TWO_ROUNDS + OF_LAST_ANSWER
     for requests in requests_of_members(cached):
         assert requests == OF_TWO_ROUNDS
+
+
+@pytest.mark.parametrize("has_libuv", [True, False])
+def test_a_rank_that_asks_for_a_key_wakes_no_rank_that_waits_for_it(*, has_libuv: bool) -> None:
+    """A server with libuv wakes waiting clients at a compare-and-set of an absent key."""
+    limit = timedelta(seconds=HANG_S)
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit, use_libuv=has_libuv)
+    client = StoreClient(
+        lambda: dist.TCPStore("127.0.0.1", server.port, None, timeout=limit, use_libuv=has_libuv)
+    )
+    keys, values = KeyValues(client, "x"), queue.SimpleQueue[bytes | None]()
+    listener = KeyListener(lambda key: values.put(keys.get(key, HANG_S)), keys, "listen")
+    listener.listen("release")
+    for _ in range(50):
+        assert keys.get_awaited("release", HANG_S) is None
+        time.sleep(0.01)
+    keys.set_surely("release", b"value", HANG_S)
+    assert values.get(timeout=HANG_S) == b"value"
+    assert values.empty()
+    listener.close()
