@@ -199,7 +199,7 @@ def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> 
     upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
     assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
     assert tools.cleaned(store) == [ticket.save_id]
-    assert not (tmp_path / "saves").exists()
+    assert list((tmp_path / "saves").iterdir()) == []
 
 
 def test_open_uploads_of_a_dead_attempt_are_aborted(server: S3Server) -> None:

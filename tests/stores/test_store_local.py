@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -153,73 +152,6 @@ def test_delete_folder_follows_no_link(store: Store, root: str, tmp_path: Path) 
     assert not Path(root, "saves/a").exists()
     assert not Path(root, "saves/whole").is_symlink()
     assert (outside / "precious").read_bytes() == b"data"
-
-
-def test_the_last_attempt_takes_empty_folders_along(store: Store, root: str) -> None:
-    """`saves` and `commits` go with the only attempt; a root without a checkpoint stays."""
-    store.make_folders(["saves/b", "others/c"])
-    store.delete_folder("others/c")
-    store.delete_folder("saves/a")
-    assert names_in(Path(root)) == ["commits", "others", "saves"]
-    store.delete_folder("saves/b")
-    assert names_in(Path(root)) == ["others"]
-    store.make_folders(["saves/a", "commits"])
-    store.put("commits/x", b"data")
-    store.delete_folder("saves/a")
-    assert names_in(Path(root)) == ["commits", "others"]
-
-
-def test_folders_are_made_while_another_attempt_takes_empty_ones_along(root: str) -> None:
-    """A parent that vanishes between two calls is made again."""
-
-    class _Vanishing(Posix):
-        is_armed = True
-
-        def mkdir(self, path: str) -> None:
-            if path.endswith("saves/b") and self.is_armed:
-                self.is_armed = False
-                Path(path).parent.rmdir()
-            super().mkdir(path)
-
-    store = local_store(root, posix=_Vanishing())
-    store.make_folders(["commits", "saves/b", "saves/b/ranks"])
-    assert Path(root, "saves/b/ranks").is_dir()
-
-
-@pytest.mark.parametrize("call", ["stat", "fsync_folder"])
-@pytest.mark.parametrize("folder", ["saves", "commits"])
-def test_folders_may_vanish_before_every_call(root: str, folder: str, call: str) -> None:
-    """Folders that are there are made again, and a deletion is done, if they vanish meanwhile."""
-
-    class _Vanishing(Posix):
-        left = 3
-
-        def _vanish(self, path: str) -> None:
-            if path.endswith(folder) and self.left:
-                self.left -= 1
-                with contextlib.suppress(OSError):
-                    Path(path).rmdir()
-
-        def stat(self, path: str) -> os.stat_result:
-            if call == "stat":
-                self._vanish(path)
-            return super().stat(path)
-
-        def fsync_folder(self, path: str) -> None:
-            if call == "fsync_folder":
-                self._vanish(path)
-            super().fsync_folder(path)
-
-    posix, store = _Vanishing(), local_store(root, posix=Posix())
-    store.make_folders(["commits", "saves/a"])
-    store.delete_folder("saves/a")
-    store.make_folders(["commits", "saves"])
-    store = local_store(root, posix=posix)
-    store.make_folders(["commits", "saves/b"])
-    assert names_in(Path(root)) == ["commits", "saves"]
-    posix.left = 3
-    store.delete_folder("saves/b")
-    assert not Path(root, "saves/b").exists()
 
 
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])

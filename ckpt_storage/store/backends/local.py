@@ -7,7 +7,6 @@ import errno
 import os
 import stat as stat_modes
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -18,7 +17,7 @@ from ckpt_storage.errors import (
     UnsafeContentError,
     UnsupportedByStoreError,
 )
-from ckpt_storage.format.names import COMMITS, SAVES
+from ckpt_storage.format.names import SAVES
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -45,9 +44,6 @@ T = TypeVar("T")
 # From this length on the kernel is advised to read twice as far ahead. POSIX_FADV_WILLNEED of the
 # next range makes cold reads slower.
 _READ_AHEAD_BYTES = 1 << 20
-
-_MAX_REMOVALS = 16
-"""How often a folder is made again that other processes remove because it is empty."""
 
 
 class _Token(str):
@@ -319,38 +315,17 @@ class LocalBackend(Backend):
         for folder in ("", *folders):
             full = self._full(folder.strip("/"))
             self._check_inside(full)
-            make = partial(self._posix.make_folder, full, root=self.folder, sync=self._sync)
-            for _ in range(_MAX_REMOVALS):
-                with contextlib.suppress(FileNotFoundError):
-                    make(made=made)
-                    break
-                # Another process has removed an empty folder that was made just now.
-                made.clear()
-            else:
-                make(made=made)
+            self._posix.make_folder(full, root=self.folder, made=made, sync=self._sync)
 
     def durability_problem(self) -> str:
         return durability_problem(self.folder)
 
     def delete_folder(self, path: str) -> None:
-        """Remove a folder and all below it durably, following no symbolic link.
-
-        With the last attempt of a checkpoint, `saves` and `commits` go too if they are empty. The
-        root stays: the user may have made it.
-        """
+        """Remove a folder and all below it durably, following no symbolic link."""
         full = self._full(path)
         self._check_inside(folder_of(full))
-        if not self._posix.remove_folder(full):
-            return
-        # The last of several deletions removes the folder.
-        with contextlib.suppress(FileNotFoundError):
-            if self._sync:
-                self._posix.sync_names(folder_of(full))
-        if folder_of(path) == SAVES:
-            # An attempt that begins meanwhile makes them again.
-            with contextlib.suppress(OSError):
-                self._posix.rmdir(self._full(SAVES))
-                self._posix.rmdir(self._full(COMMITS))
+        if self._posix.remove_folder(full) and self._sync:
+            self._posix.sync_names(folder_of(full))
 
     def _full(self, path: str) -> str:
         return f"{self.folder.rstrip('/')}/{path}" if path else self.folder

@@ -223,11 +223,9 @@ class Posix:
         except OSError as error:
             # A read-only parent refuses an existing name, too, and the response may be lost.
             if not self._is_folder(path):
-                if error.errno != errno.EEXIST:
-                    raise
-                if self.is_link(path) or self._is_there(path):
+                if error.errno == errno.EEXIST:
                     raise NotADirectoryError(errno.ENOTDIR, f"{path} is a file") from error
-                raise FileNotFoundError(errno.ENOENT, f"{path} was removed") from error
+                raise
         if sync:
             try:
                 self.sync_names(parent)
@@ -242,13 +240,6 @@ class Posix:
             return stat_modes.S_ISDIR(self.stat(path).st_mode)
         except OSError:
             return False
-
-    def _is_there(self, path: str) -> bool:
-        try:
-            self.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
 
     def remove_folder(self, path: str) -> bool:
         """Remove a folder and all below it, following no symbolic link; return if it existed."""
