@@ -188,13 +188,18 @@ class Operation:
         arrival = Arrival(
             identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
         )
-        while not self._has_met:
-            with contextlib.suppress(NumberAbandonedError):
-                rounds.begin_number()
-                self._detect_failures()
-                rounds.raise_failure()
-                answer = self._role.convene(arrival, decide)
-                self._has_met = True
+        try:
+            while not self._has_met:
+                with contextlib.suppress(NumberAbandonedError):
+                    rounds.begin_number()
+                    self._detect_failures()
+                    rounds.raise_failure()
+                    answer = self._role.convene(arrival, decide)
+                    self._has_met = True
+        except CheckpointError as error:
+            if rounds.missed is not None:
+                error.add_note(f"Before, this rank came late to the same call: {rounds.missed}")
+            raise
         self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
         self._detector.note_met()

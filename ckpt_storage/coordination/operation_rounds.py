@@ -60,7 +60,8 @@ class OperationRounds:
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot continue: it has lost the
     store or the coordinator. `verdict` is the error that was reported first after all ranks had
-    met, the same on all ranks. `local_failure` returns why this rank's worker process is gone.
+    met, the same on all ranks. `missed` is the error of ranks that made this call, a read, and gave
+    up before this rank came. `local_failure` returns why this rank's worker process is gone.
     `others` are the other ranks of the group. Of the present round: `has_claimed`, `is_commit`,
     and `release` once it was read. Safe in any thread: `fail`, `lose`, `needs`. All else is called
     in the thread of the operation.
@@ -74,6 +75,7 @@ class OperationRounds:
         self.failure: CheckpointError | None = None
         self.loss: CheckpointError | None = None
         self.is_over = False
+        self.missed: CheckpointError | None = None
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self.global_rank = lane.global_ranks[lane.rank]
@@ -234,6 +236,7 @@ class OperationRounds:
                 and isinstance(release.error, PhaseTimeoutError)
             ):
                 lane.pass_over()
+                self.missed = release.error
                 raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:

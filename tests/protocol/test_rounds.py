@@ -515,10 +515,11 @@ def test_a_load_that_one_rank_gave_up_takes_no_save_along(early: int) -> None:
         is_early = ranks.lane.rank == early
         assert is_early or gave_up.wait(HANG_S)
         with (
-            pytest.raises(PhaseTimeoutError if is_early else RankMismatchError),
+            pytest.raises(PhaseTimeoutError if is_early else RankMismatchError) as caught,
             ranks.operation(f"the load from {LAST}", timeouts=SHORT if is_early else LONG) as load,
         ):
             load.meet(TERMS, identity=Identity(kind="the load", url=LAST, is_read=True))
+        assert is_early or "this rank came late" in caught.value.__notes__[-1]
         gave_up.set()
         return [first, *(rolling(ranks, step) for step in (1, 2))]
 
