@@ -42,3 +42,20 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
         assert sentence in output, output
     assert "FAILED" not in output
     assert processes_naming(str(tmp_path)) == []
+
+
+@pytest.mark.timeout(580)
+def test_main_job_on_the_embedded_s3_server(tmp_path: Path) -> None:
+    """The same job passes on an S3 server, with every rank saving in a worker process."""
+    command = [sys.executable, str(EXAMPLES / "train_fsdp2.py"), "--storage", "s3"]
+    command += ["--saving", "process", "--steps", "6", "--save-every", "2", "--kill-at", "4"]
+    code, output = finish([*command, "--other-ranks"], tmp_path, limit_s=1.5 * JOB_S)
+    assert code == 0, output
+    for sentence in (
+        "Checkpoints go below s3://example/",
+        "ok: the run ended inside the save of step 4",
+        "ok: the newest committed checkpoint is step-00000002",
+        "ok: the losses of steps 3 to 6 are bit-identical to the reference",
+        "All checks passed",
+    ):
+        assert sentence in output, output
