@@ -206,6 +206,16 @@ def test_a_server_that_fails_is_no_absent_checkpoint(web: Web, status: int, kind
     assert caught.value.kind == kind
 
 
+def test_a_bucket_that_may_not_be_listed_is_named_as_a_reason(web: Web) -> None:
+    """Amazon S3, "GetObject": without s3:ListBucket an absent key is 403 Access Denied, not 404."""
+    web.absent = 403, b"<Error><Code>AccessDenied</Code></Error>"
+    with pytest.raises(StorageError) as caught:
+        ckpt_storage.open_checkpoint(f"{web.url}/nothing", retry=ONCE)
+    assert caught.value.kind == "permission"
+    assert "answers so for absent files, too" in str(caught.value)
+    assert "s3:ListBucket" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["run", "nothing"])
 def test_a_server_with_a_page_for_absent_files_is_refused(web: Web, name: str) -> None:
     """Servers of single-page applications answer 200 for every path; the search for slots ends."""

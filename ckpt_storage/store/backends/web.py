@@ -8,6 +8,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Never
 from urllib.parse import quote
 
+from ckpt_storage.errors import StorageError
 from ckpt_storage.store.backend import Backend, Capabilities
 from ckpt_storage.store.problems import ForeignResponse, HttpFailure, unable
 
@@ -22,7 +23,7 @@ from .clouds import (
     span_of,
 )
 
-_FIRST_FAILURE = 400
+_FIRST_FAILURE, _FORBIDDEN = 400, 403
 _MESSAGE_BYTES = 300
 
 
@@ -98,6 +99,17 @@ class WebBackend(CloudBackend):
             "cannot be listed: HTTP has no listing",
             "Give the URL of one checkpoint. Roots, and copies of checkpoints of other writers, "
             "need a storage that lists.",
+        )
+
+    def explain(self, error: BaseException) -> StorageError | None:
+        if not isinstance(error, HttpFailure) or error.status != _FORBIDDEN:
+            return None
+        return StorageError(
+            "The server refuses the read (403).",
+            kind="permission",
+            next_step="Check the URL: a bucket that the public may not list answers so for absent "
+            "files, too. Otherwise pass the headers that the server asks for in storage_options, "
+            "or use the bucket's own scheme (s3://, gs://, az://).",
         )
 
     def _refuse(self, *_: Any, **__: Any) -> Never:
