@@ -106,9 +106,17 @@ class Ranks:
             )
             self._fork_server.start(line.folder / "log", rank_main, job)
         # No promise covers how long a loaded machine takes to start processes.
+        until(lambda: self._are_ready() or self._ended(), "all ranks ready")
+        assert self._are_ready(), "\n".join(["A rank ended before it was ready.", *self.logs()])
         self.pids = [report["pid"] for report in self.wait_for_reports("ready")]
         for line in self.lines:
             line.answer("ready")
+
+    def _are_ready(self) -> bool:
+        return all(line.read_report("ready") for line in self.lines)
+
+    def _ended(self) -> bool:
+        return any((line.folder / "log.code").exists() for line in self.lines)
 
     def wait_for_reports(
         self, what: str, ranks: Iterable[int] | None = None, *, limit_s: float = HANG_S

@@ -138,9 +138,9 @@ def _before(kind: type, name: str, call: Callable[[], None]) -> None:
     """Let a method of a class begin with a call, in this process."""
     inner = getattr(kind, name)
 
-    def method(*args: Any) -> Any:
+    def method(*args: Any, **options: Any) -> Any:
         call()
-        return inner(*args)
+        return inner(*args, **options)
 
     setattr(kind, name, method)
 
@@ -152,8 +152,8 @@ def _watch(job: Job) -> None:
         job.line.report(f"{name} {next(numbers)}")
 
     for kind, method, name in (
-        (Coordinator, "collect", "collect"),
-        (Member, "await_release", "release"),
+        (Coordinator, "_collect", "collect"),
+        (Member, "answer", "release"),
     ):
         _before(kind, method, partial(entered, name, itertools.count(1)))
     for planner in (HeldSavePlanner, HeldLoadPlanner):
