@@ -33,7 +33,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.file_streams import PIECE_BYTES, PREFIX, FilesSave
+from ckpt_storage.saves.file_streams import PREFIX, FilesSave
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
@@ -150,9 +150,9 @@ class CheckpointStorage(Storage):
                 )
 
     @property
-    def mmap_fill_chunk_bytes(self) -> int | None:
-        """The length of chunks, so that a read has whole ones."""
-        return PIECE_BYTES
+    def mmap_fill_workers(self) -> int | None:
+        """One call reads a whole file: the reads have threads of their own."""
+        return 1
 
     # Paths.
 
