@@ -230,9 +230,7 @@ def test_a_large_file_has_several_chunks_and_any_range_is_read(tmp_path: Path) -
         reader.getsize(folder / "other.bin")
 
 
-def test_a_whole_file_is_read_by_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_file_is_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their loader adds no threads to those of the reads."""
     monkeypatch.setenv("TORCH_CKPT_PARALLEL_FILL_CHUNK_MB", "1")
     url, lengths = tmp_path / "run", []
