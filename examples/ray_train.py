@@ -89,7 +89,7 @@ def main(url: str, die_at: int | None = 5) -> dict[str, Any]:
         result = trainer.fit()
         if result.checkpoint is not None:
             print(f"Ray points to {reported_url(result.checkpoint)}")
-            print(f"Ray keeps {len(result.best_checkpoints)} pointer.")
+            print(f"Ray keeps {len(result.best_checkpoints or [])} pointer.")
     return dict(result.metrics or {})
 
 
