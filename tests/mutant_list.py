@@ -1081,8 +1081,8 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        "return (self.manifest.host, self.manifest.pid) ==",
-        "return () !=",
+        "return self.manifest.save_id in OWN_SAVES",
+        "return bool(self.manifest.save_id)",
         [f"{_REUSE}::test_a_process_that_goes_on_with_a_run_hashes_again"],
     ),
     Mutant(
@@ -1485,7 +1485,7 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/copy_foreign.py",
-        "if save_id is not None or exports.NAMES_PATH in entries:",
+        "if save_id is not None or any(map(exports.is_of_export, documents)):",
         "if save_id is not None:",
         [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
     ),
