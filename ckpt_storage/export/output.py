@@ -11,11 +11,18 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.exports import Sealed
+from ckpt_storage.format.exports import (
+    DOCUMENTS,
+    ExportRecord,
+    IndexTag,
+    Sealed,
+    export_path,
+)
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, probe_path
+from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
@@ -37,8 +44,9 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.objects import is_there, stat_or_none
+from ckpt_storage.transfer.objects import is_there, read_decoded, read_or_none, stat_or_none
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import some_at_once
 
 from .plan import OutFile, Plan
@@ -150,11 +158,13 @@ class ExportContext:
 class SourceVersion:
     """The version of the source that the coordinator opened: its record, if it is of ours.
 
-    Else `state` (JSON) identifies the content; it is always new for files without a time.
+    Else `state` (JSON) identifies the content; it is always new for files without a time. Of an
+    export of ours, `weight_files` are those that its record names.
     """
 
     record: SlotRecord | None = None
     state: object = None
+    weight_files: Sequence[FileRef] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +276,10 @@ class Export(abc.ABC, Generic[R]):
         self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
         has_times = all(time_s is not None for _, time_s in marks.values())
-        return SourceVersion(state=sorted(marks.items()) if has_times else new_write_id())
+        return SourceVersion(
+            state=sorted(marks.items()) if has_times else new_write_id(),
+            weight_files=recorded_files(source),
+        )
 
     def read_source(self) -> Source:
         """Open the newest checkpoint."""
@@ -284,6 +297,24 @@ class Export(abc.ABC, Generic[R]):
         """Raise if another writer touched the source since it was opened."""
         if self.watch is not None:
             self.watch()
+
+    def check_weight_files(self, rank: int, world_size: int) -> None:
+        """Read the share of a rank of the source's `weight_files`, and compare their checksums.
+
+        Readers of safetensors compare lengths only. Raises `IntegrityError`.
+        """
+        context = self.context
+        ranges = RangeReader(context.source, context.options, pacer=context.source_pace)
+        advanced = context.deadline.monitor.advanced
+        for file in self.version.weight_files[rank::world_size]:
+            if not has_checksum(ranges, file, lambda _: advanced()):
+                raise IntegrityError(
+                    f"{file.path} does not have the checksum in the record of this export.",
+                    path=file.path,
+                    offset=0,
+                    next_step="Export again; if another program wrote the weights, delete "
+                    f"{DOCUMENTS} there.",
+                )
 
     @abc.abstractmethod
     def lay_out(self) -> Iterable[OutFile]:
@@ -318,6 +349,16 @@ class Export(abc.ABC, Generic[R]):
     @abc.abstractmethod
     def report(self, made: WriteSummary, seconds: float) -> R:
         """Return the report, once the files are published."""
+
+
+def recorded_files(source: Source) -> Sequence[FileRef]:
+    """Return the weight files of an export of ours that is whole; none of any other checkpoint."""
+    store = source.store
+    index = read_or_none(store, INDEX_NAME) if source.format == "safetensors" else None
+    tag = None if index is None else IndexTag.of(index.data)
+    path = "" if tag is None else export_path(tag.fingerprint)
+    record = read_decoded(store, path, partial(ExportRecord.decode, path=path)) if path else None
+    return [] if record is None else [file for file in record.files if file.path in source.paths]
 
 
 @contextlib.contextmanager
