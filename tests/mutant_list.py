@@ -530,6 +530,12 @@ _BACKGROUND_MUTANTS = [
 
 _STORE_MUTANTS = [
     Mutant(
+        "store/backends/generic.py",
+        "if is_temporary and path_flaw(info.path) is None:",
+        "if is_temporary:",
+        [f"{_LISTED}::test_no_unfinished_file_with_an_unsafe_name_is_removed"],
+    ),
+    Mutant(
         "store/backends/temp_files.py",
         "self._posix.fsync(fd)",
         "self._posix.fstat(fd)",
@@ -1321,6 +1327,30 @@ _OPTIONS_MUTANTS = [
 ]
 
 _EXPORT_MUTANTS = [
+    Mutant(
+        "export/output.py",
+        "if not has_checksum(ranges, file, lambda _: advanced()):",
+        "if file is None:",
+        [f"{_FLIPPED}::test_nothing_is_made_of_an_export_with_a_damaged_file"],
+    ),
+    Mutant(
+        "export/output.py",
+        "self.source.check_unchanged(self.context.source)",
+        "_ = self.source.check_unchanged",
+        [_REPLACED],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "        return set(self.versions.of)\n",
+        "        return set()\n",
+        [_REPLACED],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "    foreign_copy.source.versions = source.versions\n",
+        "",
+        [_REPLACED],
+    ),
     Mutant(
         "export/folder.py",
         "        self.check_held()\n        if self.last:",

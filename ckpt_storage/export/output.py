@@ -227,9 +227,8 @@ class Export(abc.ABC, Generic[R]):
     """One export on one rank: its source, its files, and how they are published.
 
     The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
-    that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
-    except `rename`, `seal` and `check_held`. The writer reports to `on_bytes`; `publish` writes
-    `stream_bytes`.
+    that version. Only the coordinator calls the methods after `content`, except `rename`, `seal`
+    and `check_held`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`.
     With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
@@ -241,7 +240,6 @@ class Export(abc.ABC, Generic[R]):
 
     def __init__(self, context: ExportContext, version: SourceVersion | None = None) -> None:
         self.context, self.spec = context, context.spec
-        self.watch: Callable[[], None] | None = None
         if version is None:
             self.version = self.find()
         else:
@@ -265,16 +263,11 @@ class Export(abc.ABC, Generic[R]):
 
     def find(self) -> SourceVersion:
         """Open the newest checkpoint; return what the others open it by."""
-        context = self.context
-        self.source = source = self.read_source()
+        self.source = source = self._open_source()
         if isinstance(source, CommittedSource):
             return SourceVersion(record=source.record)
-        # Files below the source may belong to an output, which changes.
-        own = {*source.paths, STOCK_METADATA, INDEX_NAME}
-        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
-        source.versions = replace(source.versions, of=marks)
-        self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
+        marks = source.versions.of
         has_times = all(time_s is not None for _, time_s in marks.values())
         return SourceVersion(
             state=sorted(marks.items()) if has_times else new_write_id(),
@@ -285,18 +278,25 @@ class Export(abc.ABC, Generic[R]):
         """Open the newest checkpoint."""
         return open_newest(self.context.source, self.context.options)
 
+    def _open_source(self) -> Source:
+        source = self.read_source()
+        # Files below the source may belong to an output, which changes.
+        own = {*source.paths, STOCK_METADATA, INDEX_NAME}
+        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
+        source.versions = replace(source.versions, of=marks)
+        return source
+
     def open(self, version: SourceVersion) -> None:
         """Open the version of the coordinator, even if it is not the newest any more."""
         store, options, record = self.context.source, self.context.options, version.record
         if record is None:
-            self.source = self.read_source()
+            self.source = self._open_source()
         else:
             self.source = CommittedSource(store, record, read_manifest(store, record), options)
 
     def check_unchanged(self) -> None:
         """Raise if another writer touched the source since it was opened."""
-        if self.watch is not None:
-            self.watch()
+        self.source.check_unchanged(self.context.source)
 
     def check_weight_files(self, rank: int, world_size: int) -> None:
         """Read the share of a rank of the source's `weight_files`, and compare their checksums.
