@@ -38,7 +38,7 @@ from ckpt_storage.options import (
     default_memory_limit_bytes,
 )
 from ckpt_storage.source.file_versions import listed
-from ckpt_storage.source.model import CommittedSource, Source, read_manifest
+from ckpt_storage.source.model import CommittedSource, Source, read_manifest, value_keys
 from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part as UploadPart
@@ -299,14 +299,20 @@ class Export(abc.ABC, Generic[R]):
         self.source.check_unchanged(self.context.source)
 
     def check_weight_files(self, rank: int, world_size: int) -> None:
-        """Read the share of a rank of the source's `weight_files`, and compare their checksums.
+        """Compare the checksums of the rank's share of the `weight_files` that the export reads.
 
         Readers of safetensors compare lengths only. Raises `IntegrityError`.
         """
-        context = self.context
+        if not self.version.weight_files:
+            return
+        context, tensors = self.context, self.source.tensors
+        fqns = {part.fqn for file in self.plan.files for part in file.elements} or tensors.keys()
+        places = self.source.places(value_keys({fqn: tensors[fqn] for fqn in fqns}, ()))
+        paths = {place.path for place in places}
+        files = [file for file in self.version.weight_files if file.path in paths]
         ranges = RangeReader(context.source, context.options, pacer=context.source_pace)
         advanced = context.deadline.monitor.advanced
-        for file in self.version.weight_files[rank::world_size]:
+        for file in files[rank::world_size]:
             if not has_checksum(ranges, file, lambda _: advanced()):
                 raise IntegrityError(
                     f"{file.path} does not have the checksum in the record of this export.",
