@@ -77,9 +77,9 @@ _WRITER = "tests/stores/test_filewriter.py"
 _MANAGER_MUTANTS = [
     Mutant(
         "manager/root.py",
-        "is_deep = deep or self.damage_count > 0",
-        "is_deep = deep",
-        [f"{_SHARED_DAMAGE}::test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file"],
+        "if self.damage_count > 0 and not is_deep:",
+        "if self.damage_count < 0:",
+        [f"{_SHARED_DAMAGE}::test_damage_that_is_found_while_another_checkpoint_is_checked_counts"],
     ),
     Mutant("manager/root.py", "self.damage_count += 1", "pass", [_SHARED_DAMAGE]),
     Mutant(
@@ -780,7 +780,7 @@ _TRANSFER_MUTANTS = [
         "transfer/chunks.py",
         "inner_start = start + -start % block",
         "inner_start = start",
-        ["tests/unit/test_chunks.py::test_every_selection_gets_what_slicing_gives"],
+        ["tests/unit/test_chunks.py::test_a_long_selection_that_begins_within_a_block_arrives"],
     ),
     Mutant(
         "transfer/chunks.py",
