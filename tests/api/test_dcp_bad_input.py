@@ -233,6 +233,16 @@ def test_checkpoints_of_single_ranks_are_explained(tmp_path: Path) -> None:
     assert_says(error, "FormatError", "use_collectives=False", "as many ranks as saved it")
 
 
+def test_a_save_beside_the_metadata_of_single_ranks_is_still_running(tmp_path: Path) -> None:
+    """What stock torch left there does not explain why a save has not committed."""
+    dcp.save(dict(STATE), checkpoint_id=tmp_path, storage_writer=Writer(tmp_path))
+    (tmp_path / "__0.metadata").write_bytes(b"1")
+    shutil.rmtree(tmp_path / "commits")
+    (tmp_path / ".metadata").unlink()
+    error = load_error(tmp_path)
+    assert_says(error, "CheckpointInProgressError", "has not committed", "Wait for the save")
+
+
 class TwoPartError(Exception):
     """Pickles by its message alone, so that no process can unpickle it."""
 
