@@ -1248,13 +1248,15 @@ _DCP_MUTANTS = [
         "dcp/writer.py",
         'if not kwargs.get("use_collectives", True):',
         'if kwargs.get("use_collectives") == 0.5:',
-        ["tests/api/test_dcp_bad_input.py"],
+        ["tests/api/test_dcp_bad_input.py::test_a_save_without_collectives_is_refused"],
     ),
     Mutant(
         "dcp/writer.py",
         "            state.pending = None\n",
         "            state.is_reset_consumed = True\n",
-        ["tests/api/test_dcp_bad_input.py"],
+        [
+            "tests/api/test_dcp_bad_input.py::test_a_save_that_failed_early_leaves_no_place_for_the_next"
+        ],
     ),
 ]
 
