@@ -1,6 +1,7 @@
 """Checkpoints of other writers: stock DCP, torch's sharded safetensors, Hugging Face folders.
 
-They have no checksums of ours: only lengths can be checked.
+They have no checksums of ours: only lengths can be checked. The record of an export of ours has a
+checksum of each whole file, which a read of parts cannot use; `verify`, `copy` and exports do.
 """
 
 from __future__ import annotations
