@@ -163,6 +163,22 @@ def test_verify_holds_the_slot_to_the_manifest(checkpoint: cases.Checkpoint) -> 
     assert slot_path(1) in files
 
 
+def test_verify_misses_the_published_metadata(checkpoint: cases.Checkpoint) -> None:
+    """If the head has `stock`, `.metadata` exists."""
+    (checkpoint.root / ".metadata").unlink()
+    assert {problem.file for problem in verify(checkpoint.root).problems} == {".metadata"}
+    spec_reader.read(checkpoint.root)
+
+
+def test_verify_reports_the_metadata_of_an_older_save(checkpoint: cases.Checkpoint) -> None:
+    """Otherwise there is none: stock torch would load another save."""
+    for path in (checkpoint.manifest, checkpoint.slot):
+        checkpoint.change(path, lambda body: body.update(stock=None, stock_entries=None))
+    assert {problem.file for problem in verify(checkpoint.root).problems} == {".metadata"}
+    (checkpoint.root / ".metadata").unlink()
+    assert verify(checkpoint.root).ok
+
+
 @pytest.mark.parametrize("key", ["format", "save_id"])
 def test_verify_holds_the_marker_to_its_save(checkpoint: cases.Checkpoint, key: str) -> None:
     """A marker of another save or kind is damage; a missing one is not."""
