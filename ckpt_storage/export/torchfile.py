@@ -30,7 +30,7 @@ from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.objects import read_again, read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
@@ -127,12 +127,8 @@ class TorchFileSource(UnpickledSource):
 
     def _checked(self, key: Key) -> _Crcs:
         """Check the record of a tensor, twice if it has a wrong byte."""
-        try:
-            return self._check(key)
-        except errors.IntegrityError as error:
-            mismatch = error
-        again = partial(self._check_anew, key)
-        return read_again(self.store, self.held[key].path, again, mismatch)
+        check, again = partial(self._check, key), partial(self._check_anew, key)
+        return read_twice(self.store, self.held[key].path, check, again)
 
     def _check_anew(self, key: Key) -> _Crcs:
         """Check the record of a tensor after reading again where in the file it is."""
