@@ -351,7 +351,7 @@ SCENARIOS = (
 def check_schedules(
     capabilities: Capabilities, scenario: Scenario, seeds: range, *, systematic: bool
 ) -> str:
-    """Play systematic schedules, if asked for, and those of seeds; return a line with their counts."""
+    """Play systematic schedules, if `systematic`, and those of seeds; return their counts."""
     ends, count, steps = scenario.ends, 0, 0
     # Removers have the most schedules, and notice changes only by conditions.
     bound = scenario.bound if capabilities.if_match or ends != "removes" else 0
