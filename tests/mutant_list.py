@@ -240,7 +240,7 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/app.py",
-        "return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN",
+        "return UNSOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN",
         "return COULD_NOT_RUN",
         [_CLI],
     ),
@@ -301,13 +301,13 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/look.py",
-        "return SOUND if report.ok else FOUND",
+        "return SOUND if report.ok else UNSOUND",
         "return SOUND",
         [f"{_CLI}::test_verify_says_sound_or_what_is_damaged"],
     ),
     Mutant(
         "cli/change.py",
-        "return FOUND if report.failed_exports else SOUND",
+        "return UNSOUND if report.failed_exports else SOUND",
         "return SOUND",
         [f"{_CLI}::test_cp_that_leaves_a_damaged_export_out_exits_with_one"],
     ),
