@@ -60,8 +60,8 @@ class OperationRounds:
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot continue: it has lost the
     store or the coordinator. `verdict` is the error that was reported first after all ranks had
-    met, the same on all ranks. `missed` is the error of ranks that made this call, a read, and gave
-    up before this rank came. `local_failure` returns why this rank's worker process is gone.
+    met, the same on all ranks. `passed` says why the number before was of no use to this call.
+    `local_failure` returns why this rank's worker process is gone.
     `others` are the other ranks of the group. Of the present round: `has_claimed`, `is_commit`,
     and `release` once it was read. Safe in any thread: `fail`, `lose`, `needs`. All else is called
     in the thread of the operation.
@@ -75,7 +75,7 @@ class OperationRounds:
         self.failure: CheckpointError | None = None
         self.loss: CheckpointError | None = None
         self.is_over = False
-        self.missed: CheckpointError | None = None
+        self.passed = ""
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self.global_rank = lane.global_ranks[lane.rank]
@@ -170,10 +170,13 @@ class OperationRounds:
     def note_failed(self, failed: Failed, ended: Round) -> None:
         """Note the failure that ended a round, of this rank or of another rank.
 
-        Raises `NumberAbandonedError` if it is that of another operation.
+        Raises `NumberAbandonedError` if it is that of another operation, and this rank has time for
+        the next number.
         """
         abandoned, own_identity = failed.identity if ended.number == 1 else None, self.identity
-        if abandoned and own_identity and not abandoned.agrees_with(own_identity):
+        is_other = abandoned and own_identity and not abandoned.agrees_with(own_identity)
+        if is_other and self.phases.deadline.remaining_s() > 0:
+            self.passed = f"The number was abandoned for another call: {failed.error}"
             raise NumberAbandonedError
         error = self._own_errors.get(str(failed.error), failed.error)
         if failed.rank != self.global_rank:
@@ -236,7 +239,7 @@ class OperationRounds:
                 and isinstance(release.error, PhaseTimeoutError)
             ):
                 lane.pass_over()
-                self.missed = release.error
+                self.passed = f"This rank came late to the same call: {release.error}"
                 raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
