@@ -557,6 +557,44 @@ def test_a_load_that_one_rank_gave_up_takes_no_save_along(early: int) -> None:
     assert values(run(group(SharedStore(), 2), body)) == [[{0}, {1}, {2}]] * 2
 
 
+def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
+    """Run an operation that only reads; return what it read, or the error."""
+    try:
+        with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
+            identity = Identity(kind="the load", url=LAST, is_read=True)
+            return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
+    except CheckpointError as error:
+        return error
+
+
+def test_calls_that_the_coordinator_was_late_for_are_no_later_calls() -> None:
+    """The others ended them before there was a session; what all save then is of one call."""
+    calls = (("load",), ("load", "save"), ("save", "load"), ("load", "load", "save"))
+    each(itertools.product((rolling, unnumbered, numbered), calls), _check_late_coordinator)
+
+
+def _check_late_coordinator(call: Callable[..., Any], early: tuple[str, ...]) -> None:
+    ended = threading.Barrier(3)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.is_coordinator:
+            ended.wait(HANG_S)
+        results = []
+        timeouts = Timeouts(plan=20.0) if ranks.is_coordinator else SHORT
+        for mark, kind in enumerate(early):
+            is_load = kind == "load"
+            results.append(
+                load(ranks, timeouts) if is_load else call(ranks, mark + 1, timeouts=timeouts)
+            )
+        if not ranks.is_coordinator:
+            ended.wait(HANG_S)
+        return results + [call(ranks, mark, timeouts=Timeouts(plan=20.0)) for mark in (11, 12, 13)]
+
+    for results in values(run(group(SharedStore(), 3), body)):
+        assert all(isinstance(result, CheckpointError) for result in results[:-3]), results
+        assert results[-3:] == [{11}, {12}, {13}]
+
+
 # The commit.
 
 

@@ -171,6 +171,27 @@ def test_always_shares_from_paths_and_under_dcp_load(ranks: RankPool, tmp_path: 
     assert sum(counts) >= 3 * 2 * model_bytes
 
 
+def socket_count() -> int:
+    links = list[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing
+            links.append(str(descriptor.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@on_ranks(3)
+def test_shared_reads_leave_no_socket_open(tmp_path: Path) -> None:
+    """The connections between the ranks end with the load; those to their store stay."""
+    path, counts = str(tmp_path / "c"), []
+    dcp_cases.save(model(), path)
+    for _ in range(3):
+        with patch.object(Peers, "connect", autospec=True, side_effect=Peers.connect) as connect:
+            dcp_cases.assert_holds(path, model(), [ckpt_storage.load], shared_reads="always")
+        assert connect.call_count == 1
+        counts.append(socket_count())
+    assert counts == counts[:1] * 3
+
+
 @on_ranks()
 def test_a_failure_in_shared_reads_under_dcp_load_is_told_to_all(rank: int, path: Path) -> None:
     """Damage that one rank reads ends `dcp.load` on all ranks, within the deadline."""
