@@ -11,7 +11,7 @@ import contextlib
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .identity import Identity
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError
@@ -47,6 +47,7 @@ class Lane:
     rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
     `identities` are those known of each number since then, by global rank. `processes` are those of
     the ranks of this host, from then on.
+    `has_late_reads`: ranks gave up a read at its deadline, so that another may come to it later.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
@@ -58,7 +59,7 @@ class Lane:
         self.is_coordinator = rank == COORDINATOR
         self.number = 0
         self.session = ""
-        self.has_met = False
+        self.has_met = self.has_late_reads = False
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
         self.identities: dict[int, dict[int, Identity]] = {}
@@ -193,13 +194,9 @@ class Lane:
     # Calls that were not reported to the other ranks.
 
     def note_ended(self, failed: Failed) -> None:
-        """Note that a call of this rank failed: it counts in the session where all ranks meet.
-
-        A read does not count: it may take the number of a later read of the others.
-        """
-        is_read = failed.identity is not None and failed.identity.is_read
-        if not self.has_met and not is_read:
-            self._ended.append(failed)
+        """Note that a call of this rank failed: it counts in the session where all ranks meet."""
+        if not self.has_met:
+            self._ended.append(replace(failed, is_earlier=True))
 
     def remember(
         self, release: Release, owned: Round | None = None, *, has_number: bool = True

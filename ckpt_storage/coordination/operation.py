@@ -172,8 +172,8 @@ class Operation:
         """Wait for all ranks, compare their operations, and `exchange`; the first round.
 
         `terms` are further values that ranks must share: name to value, as text. A rank that
-        finds its number abandoned for another `identity` tries the next number, within the time it
-        has. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
+        finds its number abandoned for another `identity` tries the next number, if it has time
+        left. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
         rounds = self._rounds
@@ -197,8 +197,8 @@ class Operation:
                     answer = self._role.convene(arrival, decide)
                     self._has_met = True
         except CheckpointError as error:
-            if rounds.missed is not None:
-                error.add_note(f"Before, this rank came late to the same call: {rounds.missed}")
+            if rounds.passed:
+                error.add_note(f"Under the number before: {rounds.passed}")
             raise
         self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number

@@ -60,8 +60,8 @@ class OperationRounds:
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot continue: it has lost the
     store or the coordinator. `verdict` is the error that was reported first after all ranks had
-    met, the same on all ranks. `missed` is the error of ranks that made this call, a read, and gave
-    up before this rank came. `local_failure` returns why this rank's worker process is gone.
+    met, the same on all ranks. `passed` says why the number before was of no use to this call.
+    `local_failure` returns why this rank's worker process is gone.
     `others` are the other ranks of the group. Of the present round: `has_claimed`, `is_commit`,
     and `release` once it was read. Safe in any thread: `fail`, `lose`, `needs`. All else is called
     in the thread of the operation.
@@ -75,7 +75,9 @@ class OperationRounds:
         self.failure: CheckpointError | None = None
         self.loss: CheckpointError | None = None
         self.is_over = False
-        self.missed: CheckpointError | None = None
+        self.passed = ""
+        self._missed: tuple[int, Failed] | None = None  # the number of this read, and why
+        self._abandonment: CheckpointError | None = None
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
         self.global_rank = lane.global_ranks[lane.rank]
@@ -170,19 +172,51 @@ class OperationRounds:
     def note_failed(self, failed: Failed, ended: Round) -> None:
         """Note the failure that ended a round, of this rank or of another rank.
 
-        Raises `NumberAbandonedError` if it is that of another operation.
+        Raises `NumberAbandonedError` if it is that of another call.
         """
-        abandoned, own_identity = failed.identity if ended.number == 1 else None, self.identity
-        if abandoned and own_identity and not abandoned.agrees_with(own_identity):
-            raise NumberAbandonedError
-        error = self._own_errors.get(str(failed.error), failed.error)
-        if failed.rank != self.global_rank:
-            error = error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
+        if ended.number == 1:
+            failed = self._check_number(failed, is_earlier=failed.is_earlier)
         with self.changed:
             if ended.number > 1:
                 self.verdict = self.verdict or failed.error
             self._is_failure_known = True
-        self._note_failure(error)
+        self._note_failure(self._error_of(failed))
+
+    def _check_number(self, failed: Failed, *, is_earlier: bool) -> Failed:
+        """Return the failure of this call, which found `failed` under its number.
+
+        Raises `NumberAbandonedError` if the call takes the next number. A read does so where ranks
+        gave up the same read before (`is_earlier`): each of them may have called it alone. If they
+        have made another call after it, it was this call, and the next call takes the number.
+        """
+        own, abandoned = self.identity, failed.identity
+        if own is None or abandoned is None:
+            return failed
+        was_given_up = abandoned.is_read and isinstance(failed.error, PhaseTimeoutError)
+        self.lane.has_late_reads |= was_given_up
+        if own.agrees_with(abandoned):
+            if not (was_given_up and is_earlier and self._has_time()):
+                return failed
+            self.lane.pass_over()
+            self._missed = self._missed or (self.lane.number, failed)
+            self.passed = f"This rank came late to the same call: {failed.error}"
+            raise NumberAbandonedError
+        if own.is_read and self.lane.has_late_reads and not abandoned.is_read:
+            self._missed = self._missed or (self.lane.number - 1, failed)
+            self.lane.number, failed = self._missed
+            return failed
+        self._abandonment = self._error_of(failed)
+        self.passed = f"The number was abandoned for another call: {failed.error}"
+        raise NumberAbandonedError
+
+    def _has_time(self) -> bool:
+        return self.phases.deadline.remaining_s() > 0
+
+    def _error_of(self, failed: Failed) -> CheckpointError:
+        """Return what this rank raises for a failure."""
+        if failed.rank == self.global_rank:
+            return self._own_errors.get(str(failed.error), failed.error)
+        return error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
 
     def _note_failure(self, error: CheckpointError) -> None:
         """Note why all ranks raise."""
@@ -212,11 +246,17 @@ class OperationRounds:
         """Take the next number of the lane and enter its first round.
 
         Raises `NumberAbandonedError` if there is a newer session, or if ranks have left this number
-        of the same read after their deadline; `PhaseTimeoutError` if there is no session in time.
+        of the same read after their deadline; `PhaseTimeoutError` if there is no session in time;
+        why the number before was abandoned if the deadline has passed.
         """
         lane = self.lane
         with self.changed:
             self._round = None
+        abandonment, self._abandonment = self._abandonment, None
+        if abandonment is not None and not self._has_time():
+            # The report of this error takes the next number.
+            self.passed = ""
+            raise abandonment
         if self._listener is None:
             name = f"ckpt-storage listen: {self.phases.what}"
             self._listener = KeyListener(self._on_key, lane.keys, name=name)
@@ -230,14 +270,8 @@ class OperationRounds:
             raise NumberAbandonedError
         if self.identity is not None and self.identity.is_read:
             release = self.current().read_release(self.phases.patience_s)
-            if (
-                isinstance(release, Failed)
-                and release.identity == self.identity
-                and isinstance(release.error, PhaseTimeoutError)
-            ):
-                lane.pass_over()
-                self.missed = release.error
-                raise NumberAbandonedError
+            if isinstance(release, Failed) and release.identity == self.identity:
+                self._check_number(release, is_earlier=True)
 
     def _await_key(self, key: str) -> None:
         """Wait for a key that the coordinator writes before this rank has a number."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,27 @@ def test_stopped_worker(tmp_path: Path, rank: int) -> None:
     logs = stalled(tmp_path, PROCESS, lambda logs: logs.all("worker", rank=rank)[0]["worker"])
     first, second = outcomes(logs, 10)
     assert first == second
+    assert outcomes(logs, 20) == ["committed", "committed"]
+
+
+@pytest.mark.deadline
+def test_stopped_store(tmp_path: Path) -> None:
+    """Where torchrun, which hosts the store, is stopped, a save ends in time; a later one is OK."""
+    settings = Settings(
+        **{**THREAD, "timeouts": STALLED}, folder=tmp_path, steps=20, faults=slow(2)
+    )
+    with Job(settings, launcher="static") as job:
+        for rank in (0, 1):
+            job.logs.wait_for(1, "returned", name="begin", step=10, rank=rank)
+        assert isinstance(job.process, subprocess.Popen)
+        job.process.send_signal(signal.SIGSTOP)
+        time.sleep(STALL_S)  # the fault itself
+        job.process.send_signal(signal.SIGCONT)
+        logs = finished(job)
+    for rank in (0, 1):
+        (begun,) = logs.all("returned", step=10, rank=rank, name="begin")
+        (end,) = logs.all("ended", step=10, rank=rank)
+        assert end["t"] - begun["t"] < STALL_S + QUICK_TIMEOUTS["silence"] + SLACK_S
     assert outcomes(logs, 20) == ["committed", "committed"]
 
 

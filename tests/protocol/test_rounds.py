@@ -135,6 +135,37 @@ def test_a_skipped_save_fails_for_the_others_and_no_later_one(skipping: int) -> 
 
 
 @pytest.mark.deadline
+@pytest.mark.parametrize("steps", [(100, 200, None), (200, 100, None), (100, None, 200)])
+def test_ranks_of_unequal_steps_wait_for_a_dead_rank_until_their_deadline_and_no_longer(
+    steps: tuple[int | None, ...],
+) -> None:
+    """The number is abandoned when all have arrived, or then; each error has both steps."""
+    ranks = group(SharedStore(), 3)
+    live = [rank for rank in ranks if steps[rank.rank] is not None]
+    timeouts = Timeouts(plan=0.5)
+    for outcome in run(live, lambda of: rolling(of, steps[of.rank] or 0, timeouts=timeouts)):
+        assert isinstance(outcome.value, RankMismatchError)
+        values_of = {str(step): [rank] for rank, step in enumerate(steps) if step is not None}
+        assert outcome.value.values == values_of
+        assert outcome.wall_s < 0.5 + SLACK_S
+    assert values(run(ranks, lambda of: rolling(of, 300))) == [{300}] * 3
+
+
+def test_the_rank_ahead_says_why_its_number_was_abandoned() -> None:
+    """It has time left, and waits under the next number for ranks that do not come."""
+
+    def body(ranks: RankGroup) -> Any:
+        if ranks.rank == 1:
+            return rolling(ranks, 100)
+        return rolling(ranks, 200, timeouts=Timeouts(plan=2.0))
+
+    behind, ahead = values(run(list(reversed(group(SharedStore(), 2))), body))
+    assert isinstance(behind, RankMismatchError)
+    assert isinstance(ahead, PhaseTimeoutError)
+    assert "'200': ranks 0; '100': ranks 1" in ahead.__notes__[-1]
+
+
+@pytest.mark.deadline
 def test_the_rank_ahead_keeps_its_deadline() -> None:
     """It waits no longer than its own call may, however many numbers are given up meanwhile."""
     begin = threading.Event()
@@ -521,11 +552,49 @@ def test_a_load_that_one_rank_gave_up_takes_no_save_along(early: int) -> None:
             ranks.operation(f"the load from {LAST}", timeouts=SHORT if is_early else LONG) as load,
         ):
             load.meet(TERMS, identity=Identity(kind="the load", url=LAST, is_read=True))
-        assert is_early or "this rank came late" in caught.value.__notes__[-1]
+        assert is_early or "This rank came late" in caught.value.__notes__[-1]
         gave_up.set()
         return [first, *(rolling(ranks, step) for step in (1, 2))]
 
     assert values(run(group(SharedStore(), 2), body)) == [[{0}, {1}, {2}]] * 2
+
+
+def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
+    """Run an operation that only reads; return what it read, or the error."""
+    try:
+        with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
+            identity = Identity(kind="the load", url=LAST, is_read=True)
+            return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
+    except CheckpointError as error:
+        return error
+
+
+def test_calls_that_the_coordinator_was_late_for_are_no_later_calls() -> None:
+    """The others ended them before there was a session; what all save then is of one call."""
+    calls = (("load",), ("load", "save"), ("save", "load"), ("load", "load", "save"))
+    each(itertools.product((rolling, unnumbered, numbered), calls), _check_late_coordinator)
+
+
+def _check_late_coordinator(call: Callable[..., Any], early: tuple[str, ...]) -> None:
+    ended = threading.Barrier(3)
+
+    def body(ranks: RankGroup) -> list[Any]:
+        if ranks.is_coordinator:
+            ended.wait(HANG_S)
+        results = []
+        timeouts = Timeouts(plan=20.0) if ranks.is_coordinator else SHORT
+        for mark, kind in enumerate(early):
+            is_load = kind == "load"
+            results.append(
+                load(ranks, timeouts) if is_load else call(ranks, mark + 1, timeouts=timeouts)
+            )
+        if not ranks.is_coordinator:
+            ended.wait(HANG_S)
+        return results + [call(ranks, mark, timeouts=Timeouts(plan=20.0)) for mark in (11, 12, 13)]
+
+    for results in values(run(group(SharedStore(), 3), body)):
+        assert all(isinstance(result, CheckpointError) for result in results[:-3]), results
+        assert results[-3:] == [{11}, {12}, {13}]
 
 
 # The commit.

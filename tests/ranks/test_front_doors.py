@@ -14,6 +14,7 @@ import dcp_cases
 import front_door_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
 from limits import HANG_S
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError
+from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError, Timeouts
 from ckpt_storage.loads.layouts import boxes_of
 from ckpt_storage.loads.loadplanner import _ShardingCache
 from ckpt_storage.saves.planning import PLAN_CACHE, Structure, structure_of
@@ -229,6 +230,7 @@ def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
     call: Any = ckpt_storage.load if rank else ckpt_storage.save
     error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=HANG_S)
     assert isinstance(error, ckpt_storage.RankMismatchError), repr(error)
+    assert error.values == {"the save": [0], "the load": [1]}
     gathered()
     assert dcp_cases.files_below(tmp_path) == set()
 
@@ -339,3 +341,29 @@ def test_placements_are_told_apart_even_where_torch_says_they_are_equal() -> Non
             patched.setattr(kind, "__eq__", lambda a, b: a.dim == getattr(b, "dim", None))
             patched.setattr(kind, "__hash__", lambda a: a.dim)
         check()
+
+
+@on_ranks()
+def test_a_load_that_rank_0_came_too_late_for_takes_no_save_along(
+    rank: int, tmp_path: Path
+) -> None:
+    """It fails on all ranks; each save then has the state of one call, though no step is known."""
+    url, alone = tmp_path / "last", dist.new_group([0])
+    if rank == 0:
+        save_state({"mark-0": torch.zeros(1)}, url, process_group=alone)
+    dist.barrier()
+    if rank == 0:
+        dist.barrier()  # rank 1 has given up
+        with pytest.raises(ckpt_storage.RankMismatchError, match="'the save': ranks 1") as caught:
+            ckpt_storage.load({"mark-0": torch.zeros(1)}, url, timeout=HANG_S)
+        assert "came late to the same call: Rank 0" in caught.value.__notes__[-1]
+    else:
+        with pytest.raises(ckpt_storage.PhaseTimeoutError, match="Rank 0"):
+            ckpt_storage.load({"mark-0": torch.zeros(1)}, url, timeout=Timeouts(plan=1.0))
+        dist.barrier()
+    for mark in (1.0, 2.0, 3.0):
+        save_state({f"mark-{rank}": torch.tensor([mark])}, url, overwrite=True, timeout=HANG_S)
+        if rank == 0:
+            loaded = {"mark-0": torch.zeros(1), "mark-1": torch.zeros(1)}
+            ckpt_storage.load(loaded, url, process_group=alone)
+            assert torch.equal(torch.cat([*loaded.values()]), torch.tensor([mark, mark]))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from dcp_cases import cut, seeded
 from limits import HANG_S, JOB_S
 from on_ranks import on_ranks
+from saver_cases import until
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
 
@@ -169,6 +170,28 @@ def test_always_shares_from_paths_and_under_dcp_load(ranks: RankPool, tmp_path: 
     assert 2 * model_bytes <= sum(counts) <= 2 * 1.05 * model_bytes
     counts = ranks.run(load_from_path, path, "auto", world_size=3)
     assert sum(counts) >= 3 * 2 * model_bytes
+
+
+def socket_count() -> int:
+    links = list[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing
+            links.append(str(descriptor.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@on_ranks(3)
+def test_shared_reads_leave_no_socket_open(tmp_path: Path) -> None:
+    """The connections between the ranks end with the load; those to their store stay."""
+    path, counts = str(tmp_path / "c"), []
+    dcp_cases.save(model(), path)
+    for _ in range(4):
+        with patch.object(Peers, "connect", autospec=True, side_effect=Peers.connect) as connect:
+            dcp_cases.assert_holds(path, model(), [ckpt_storage.load], shared_reads="always")
+        assert connect.call_count == 1
+        counts.append(socket_count())
+    # Two for the other ranks would stay of each load; the store has two, or three.
+    until(lambda: socket_count() <= counts[0] + 1, f"the end of sockets: {counts}")
 
 
 @on_ranks()

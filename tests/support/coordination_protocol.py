@@ -363,8 +363,9 @@ class Protocol:
     def _abandoned(self, me: int, rank: Rank, identity: Identity) -> Phase:
         own = self.own(me, rank)
         is_mine = identity == UNKNOWN or are_equal(identity, own, self.rules)
-        if is_mine or not self.rules.keep_call or (yield ("is_over",)):
+        if is_mine or not self.rules.keep_call:
             return "failed", rank
+        # A rank whose deadline has passed fails the next number.
         if self.scenario.acknowledge:
             yield from self._acknowledge(rank)
         return "begin", rank._replace(number=rank.number + 1)
