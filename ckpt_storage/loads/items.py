@@ -241,10 +241,14 @@ class LoadItems:
         return self._source.tensors[self._stored_name(item)].dtype
 
     def _content(self, number: int, target: torch.Tensor) -> tuple[object, ...]:
-        """Return a key that is equal for targets that are one tensor and get the same bytes."""
+        """Return a key that is equal for targets that are one tensor and get the same bytes.
+
+        Without checksums no two values are known to be the same bytes.
+        """
         item, place = self._items[number], self.places[number]
         layout = target.data_ptr(), target.stride(), target.dtype, target.is_conj(), target.is_neg()
-        stored = tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
+        crcs = number if place.crcs is None else list(place.crcs)
+        stored = tuple(item.storage_offsets), tuple(item.lengths), crcs
         return (*layout, *stored, self._dtype_of(item))
 
     def _stored_name(self, item: ReadItem) -> str:
@@ -416,12 +420,11 @@ def _overlapping(
 ) -> Iterator[list[tuple[int, torch.Tensor]]]:
     """Yield groups of targets whose addresses overlap, with their numbers, in order.
 
-    Only of those whose stored checksums are known. The chunks of one value lie between one another,
-    but not at one address.
+    The chunks of one value lie between one another, but not at one address.
     """
     extents: dict[torch.device, list[tuple[int, int, int, torch.Tensor]]] = {}
-    for number, (target, place) in enumerate(zip(targets, places, strict=True)):
-        if target is not None and place.crcs is not None and target.numel():
+    for number, target in enumerate(targets):
+        if target is not None and target.numel():
             start = target.data_ptr()
             last = map(mul, target.stride(), map(add, target.shape, repeat(-1)))
             stop = start + (1 + sum(last)) * target.element_size()
