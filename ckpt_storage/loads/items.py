@@ -219,7 +219,8 @@ class LoadItems:
             values = [(places[first].fqn, filled, filled)]
             for number, other in others:
                 if self._content(number, other) != self._content(first, filled):
-                    buffers[number] = torch.empty_like(other)
+                    # A device may have no memory for a second tensor of this size.
+                    buffers[number] = torch.empty_like(other, device="cpu")
                     values.append((places[number].fqn, other, buffers[number]))
             if len(values) > 1:
                 self._sharing.append(values)
@@ -354,7 +355,7 @@ class LoadItems:
             ring.finish()
         for values in self._sharing:
             name, first, _ = values[0]
-            values[0] = name, first, first.clone()
+            values[0] = name, first, first.to("cpu", copy=True)
             for value in values:
                 _fill(value)
             for number, earlier in enumerate(values):
@@ -460,8 +461,8 @@ def _fill(value: _Value) -> None:
 
 def _is_filled(value: _Value) -> bool:
     """Return whether a target has its elements, byte for byte: NaN equals NaN."""
-    plain = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in value[1:]]
-    return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
+    plain = [tensor.cpu().resolve_conj().resolve_neg().contiguous() for tensor in value[1:]]
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
 def _sharing_error(held: str, fqn: str) -> InvalidInputError:
