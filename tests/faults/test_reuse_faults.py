@@ -223,7 +223,8 @@ def test_a_reusing_save_survives_every_fault_at_every_write(
     remote: Running, scripted: ScriptedBackends, action: Action
 ) -> None:
     """Copies by the storage included: an error is retried, and a death leaves all or nothing."""
-    root, options = remote.url, {"storage_options": dict(remote.storage_options)}
+    root = remote.url
+    options: dict[str, Any] = {"storage_options": dict(remote.storage_options)}
     save(0, f"{root}/0", **options)
     dry = Script()
     with scripted.playing(dry):
