@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.errors import RankFailedError, StorageError
 from ckpt_storage.store.threads import TimedPool, park_if_exiting
 
+from .connections import interruptible, open_connection
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -129,7 +131,7 @@ class StoreClient:
             # before a failure: each connection costs the store's server a reverse name lookup.
             where = self.address.host, self.address.port
             socket.create_connection(where, timeout=_PROBE_S).close()
-        return self._connect()
+        return open_connection(self._connect, self.address.port if self.address else 0)
 
     def call(  # as the method's own
         self,
@@ -151,7 +153,8 @@ class StoreClient:
             store = self.connection
             if store is None:
                 store = self.connection = self.connect()
-            return getattr(_root_of(store) if is_root else store, name)(*args)
+            with interruptible():
+                return getattr(_root_of(store) if is_root else store, name)(*args)
 
         # A first attempt that hangs may use half of the time.
         limits_s = [timeout_s / 2, timeout_s / 2] if is_idempotent else [timeout_s]
@@ -183,7 +186,8 @@ class StoreClient:
             try:
                 store = store or self.connect()
                 begin_s = time.monotonic()
-                store.wait([key], timedelta(seconds=left_s))
+                with interruptible():
+                    store.wait([key], timedelta(seconds=left_s))
             except Exception:  # noqa: BLE001  # torch's differ from store to store
                 self._has_failed = True
                 if time.monotonic() < begin_s + left_s:

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from limits import SLACK_S
-
 _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE.parent / "support"), str(_HERE.parents[1])]
 
@@ -54,6 +52,7 @@ from launch_jobs import (  # noqa: E402  # found where this script lies
     is_alive,
     parent_of,
 )
+from limits import SLACK_S  # noqa: E402  # found where this script lies
 
 import ckpt_storage  # noqa: E402  # found where this script lies
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,21 @@ import pytest
 import saver_cases as cases
 import torch
 import torch.distributed as dist
-from fork_server import ForkServer
+from fork_server import ForkServer, exit_codes
 from limits import HANG_S, SLACK_S
 from saver_cases import Hold, is_alive, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, list_checkpoints
+from ckpt_storage.coordination.connections import _threads_in_calls
+from ckpt_storage.coordination.keyvalue import (
+    KeyListener,
+    KeyValues,
+    LostStoreError,
+    StoreAddress,
+    StoreClient,
+)
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -81,6 +90,49 @@ def _save_and_end(
         second.save({"x": torch.ones(3)}, f"{url}-second", planner=Slow())
         # Not in flight when the interpreter begins to end, and none of ours.
         threading.Thread(target=_save_later, args=(f"{url}-third",)).start()
+
+
+class _Finalized:
+    """A value of a module: it is deleted while the interpreter is finalized."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __del__(self) -> None:
+        (self._folder / "finalizing").touch()
+        while not (self._folder / "answered").exists():
+            time.sleep(0.01)
+        # Threads that return from their calls now ask for the interpreter.
+        time.sleep(0.3)
+
+
+def _end_in_a_call(_number: int, folder: Path, port: int, call: str) -> None:
+    """End while a thread is in a call to the ranks' store."""
+    address = StoreAddress(host="127.0.0.1", port=port)
+    keys = KeyValues(StoreClient(address.connect, address), "test")
+    assert keys.get("answer", HANG_S) is None
+    if call == "wait":
+        KeyListener(lambda _: None, keys, name="listener").listen("answer")
+    else:
+        with pytest.raises(LostStoreError):
+            keys.client.call("get", keys.name_of("answer"), timeout_s=1, is_idempotent=False)
+    cases.until(lambda: _threads_in_calls, "a call")
+    module = sys.modules["finalized"] = types.ModuleType("finalized")
+    module.__dict__["value"] = _Finalized(folder)
+
+
+@pytest.mark.parametrize("call", ["wait", "get"])
+def test_a_call_to_the_store_does_not_bring_an_exiting_process_down(
+    fork_server: ForkServer, tmp_path: Path, call: str
+) -> None:
+    """A store that answers while the interpreter is finalized finds no thread in torch's client."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    fork_server.start(tmp_path / "log", _end_in_a_call, 0, tmp_path, store.port, call)
+    cases.until((tmp_path / "finalizing").exists, "the finalization")
+    store.set("test/answer", "")
+    (tmp_path / "answered").touch()
+    codes = exit_codes([tmp_path / "log"], HANG_S)
+    assert codes == [0], (tmp_path / "log.err").read_text()
 
 
 def _save_later(url: str) -> None:

@@ -349,8 +349,8 @@ class Row:
         """Wake the victim, after all others raised; it must find out, too."""
         cell = self.cell
         if cell.victim == "coordinator" and cell.host == "rank 0":
-            # A store that answers after all finds threads of torch's client in an interpreter
-            # that ends, and torch aborts such a process.
+            # Threads that connect anew to a store that is stopped cannot be called back: if it
+            # answers while their interpreter is finalized, the process ends with SIGABRT.
             ranks.codes(range(1, cell.world_size), EXIT_S)
         awake_s = time.monotonic()
         os.kill(ranks.pids[cell.rank], signal.SIGCONT)
