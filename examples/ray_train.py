@@ -18,14 +18,14 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt_storage
-from ckpt_storage import CheckpointManager
+from ckpt_storage import CheckpointManager, KeepLatest
 from ckpt_storage.integrations.ray import report, reported_url
 
 STEPS, SAVE_EVERY = 8, 3
@@ -44,7 +44,7 @@ def train(config: dict[str, Any]) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    manager = CheckpointManager(config["url"])
+    manager = CheckpointManager(config["url"], keep=KeepLatest(2))
     state = state_of(model, optimizer, step=0)
     if manager.restore(state) is not None:
         set_state_dict(
@@ -82,11 +82,14 @@ def main(url: str, die_at: int | None = 5) -> dict[str, Any]:
                 name="example",
                 storage_path=folder,
                 failure_config=FailureConfig(max_failures=1),
+                # Of the pointers; the manager keeps checkpoints.
+                checkpoint_config=CheckpointConfig(num_to_keep=1),
             ),
         )
         result = trainer.fit()
         if result.checkpoint is not None:
             print(f"Ray points to {reported_url(result.checkpoint)}")
+            print(f"Ray keeps {len(result.best_checkpoints or [])} pointer.")
     return dict(result.metrics or {})
 
 

@@ -116,7 +116,8 @@ def _with_socket(descriptor: int, name: str, action: Callable[[socket.socket], _
 
 
 def _is_connected_to(port: int, connection: socket.socket) -> bool:
-    return connection.getpeername()[1:2] == (port,)
+    address: tuple[object, ...] = connection.getpeername()
+    return address[1:2] == (port,)
 
 
 def _shut_down(port: int, connection: socket.socket) -> None:

@@ -36,13 +36,10 @@ from ckpt_storage.manager.resume import Restored
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.save import save
 
-from .file_entries import read_files, write_files
+from .file_entries import FileEntries, write_files
 from .packing import WholePlanner
 
 __all__ = ["collect_state", "load_state", "restore_state", "save_state"]
-
-_FILES = "accelerate_files"
-"""The key of the files that accelerate writes."""
 
 _ENGINES = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 """What keeps models or optimizers to itself."""
@@ -95,12 +92,8 @@ def collect_state(accelerator: Accelerator) -> dict[str, Any]:
         )
         for index, value in enumerate(accelerator._custom_objects):  # noqa: SLF001  # as above
             save_custom_state(value, folder, index)
-        own = _random_states_file(accelerator)
-
-        def is_stored(name: str) -> bool:
-            return name == own or accelerator.is_main_process
-
-        return {**tensors, _FILES: read_files(Path(folder), is_stored)}
+        files = _files(accelerator)
+        return {**tensors, files.key: files.read(Path(folder))}
 
 
 def load_state(
@@ -120,7 +113,7 @@ def load_state(
     Raises as `ckpt_storage.load` and `collect_state`, and `InvalidInputError` for a checkpoint that
     lacks the state of a prepared or registered object.
     """
-    planner = _planner_for(accelerator)
+    planner = _files(accelerator).make_planner()
     tensors = _collect_tensors(accelerator)
     load(tensors, url, planner=planner, storage_options=storage_options, timeout=timeout)
     _apply(accelerator, tensors, planner, unsafe_pickle=unsafe_pickle)
@@ -130,7 +123,7 @@ def restore_state(
     accelerator: Accelerator, manager: CheckpointManager, *, unsafe_pickle: bool = False
 ) -> Restored | None:
     """Load the newest sound checkpoint of `manager`, as `load_state`; None if there is none."""
-    planner = _planner_for(accelerator)
+    planner = _files(accelerator).make_planner()
     tensors = _collect_tensors(accelerator)
     restored = manager.restore(tensors, planner=planner)
     if restored is not None:
@@ -138,19 +131,14 @@ def restore_state(
     return restored
 
 
-def _random_states_file(accelerator: Accelerator) -> str:
-    return f"random_states_{accelerator.process_index}.pkl"
-
-
-def _planner_for(accelerator: Accelerator) -> WholePlanner:
-    """Return a planner that loads the files that this process needs."""
-    own = _random_states_file(accelerator)
-
-    def is_wanted(name: str) -> bool:
-        file = name.removeprefix(f"{_FILES}.")
-        return file != name and (file == own or not file.startswith("random_states_"))
-
-    return WholePlanner(wanted=is_wanted)
+def _files(accelerator: Accelerator) -> FileEntries:
+    """Return the files that accelerate writes."""
+    return FileEntries(
+        key="accelerate_files",
+        random_states="random_states_",
+        own_random_states=f"random_states_{accelerator.process_index}.pkl",
+        rank=accelerator.process_index,
+    )
 
 
 def _collect_tensors(accelerator: Accelerator) -> dict[str, Any]:
@@ -216,14 +204,8 @@ def _apply(
     for index, (model, optimizer) in enumerate(_optimizers(accelerator)):
         state = tensors[_numbered("optimizer", index)]
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
-    prefix = f"{_FILES}."
-    files = {
-        name.removeprefix(prefix): value
-        for name, value in planner.loaded.items()
-        if name.startswith(prefix)
-    }
     with tempfile.TemporaryDirectory(prefix="ckpt-storage-accelerate-") as folder:
-        write_files(Path(folder), files)
+        write_files(Path(folder), _files(accelerator).loaded(planner))
         try:
             attributes = load_accelerator_state(
                 folder,

@@ -33,7 +33,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.file_streams import PIECE_BYTES, PREFIX, FilesSave
+from ckpt_storage.saves.file_streams import PREFIX, FilesSave
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
@@ -150,9 +150,9 @@ class CheckpointStorage(Storage):
                 )
 
     @property
-    def mmap_fill_chunk_bytes(self) -> int | None:
-        """The length of chunks, so that a read has whole ones."""
-        return PIECE_BYTES
+    def mmap_fill_workers(self) -> int | None:
+        """One call reads a whole file: the reads have threads of their own."""
+        return 1
 
     # Paths.
 
@@ -230,18 +230,12 @@ class CheckpointStorage(Storage):
                 self._saves[strange[0]].fail(error)
                 raise error
             save = self._saves.get(name) or self._save_of(name)
-        if not save.is_over and self._metadata is not None:
+        is_lacking = self._metadata is not None and not save.has(METADATA_FILE_NAME)
+        if is_lacking and not save.is_over:
             # Their synchronous saver writes it with its first save alone.
-            self._add_metadata(save)
+            with WriteStream(save.open(METADATA_FILE_NAME)) as stream:
+                stream.write(self._metadata)
         save.finish()
-
-    def _add_metadata(self, save: FilesSave) -> None:
-        assert self._metadata is not None  # noqa: S101  # as asked for
-        if save.has(METADATA_FILE_NAME):
-            return
-        stream = save.open(METADATA_FILE_NAME)
-        stream.write(memoryview(self._metadata))
-        stream.close()
 
     def rename(
         self,
@@ -299,7 +293,8 @@ class CheckpointStorage(Storage):
             checkpoint = self._checkpoint(name, fresh=not file)
         except (CheckpointNotFoundError, CheckpointInProgressError):
             return False
-        return not file or file in self._files(checkpoint) or self._has_folder(checkpoint, file)
+        files = self._files(checkpoint)
+        return not file or file in files or any(name.startswith(f"{file}/") for name in files)
 
     @staticmethod
     def _files(checkpoint: Checkpoint) -> dict[str, int]:
@@ -310,17 +305,10 @@ class CheckpointStorage(Storage):
             if entry.fqn.startswith(PREFIX) and entry.dtype == "uint8"
         }
 
-    def _has_folder(self, checkpoint: Checkpoint, folder: str) -> bool:
-        return any(name.startswith(f"{folder}/") for name in self._files(checkpoint))
-
     def isdir(self, path: Path) -> bool:
         """Return whether a path is the root, a committed checkpoint or a folder in it."""
-        _, file = self._split(path)
-        return self.exists(path) and (not file or not self._is_file(path))
-
-    def _is_file(self, path: Path) -> bool:
         name, file = self._split(path)
-        return file in self._files(self._checkpoint(name))
+        return self.exists(path) and (not file or file not in self._files(self._checkpoint(name)))
 
     def ls(self, path: Path) -> list[str]:
         """Return the names of checkpoints, or of what is in a folder of a checkpoint."""

@@ -1,8 +1,9 @@
-"""Small files as entries of a checkpoint: tensors of bytes."""
+"""Small files of a framework as entries of a checkpoint: tensors of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +11,46 @@ import torch
 from ckpt_storage.errors import UnsafeContentError
 from ckpt_storage.format.names import path_flaw
 
-__all__ = ["read_files", "write_files"]
+from .packing import WholePlanner
+
+__all__ = ["FileEntries", "read_files", "write_files"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntries:
+    """The files that a training resumes from, as entries `<key>.<name>`.
+
+    Each rank has a file of random states, whose name begins with `random_states`; rank 0 stores
+    all other files.
+    """
+
+    key: str
+    random_states: str
+    own_random_states: str
+    rank: int
+
+    def read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """Return the entries that this rank stores of a folder that it alone writes."""
+        return read_files(folder, lambda name: self.rank == 0 or name == self.own_random_states)
+
+    def make_planner(self) -> WholePlanner:
+        """Return a planner that loads what this rank needs: no random states of other ranks."""
+
+        def is_wanted(name: str) -> bool:
+            file = name.removeprefix(f"{self.key}.")
+            is_others = file.startswith(self.random_states) and file != self.own_random_states
+            return file != name and not is_others
+
+        return WholePlanner(wanted=is_wanted)
+
+    def loaded(self, planner: WholePlanner) -> dict[str, torch.Tensor]:
+        """Return the files that a planner loaded, by name."""
+        prefix = f"{self.key}."
+        return {
+            name.removeprefix(prefix): value
+            for name, value in planner.loaded.items()
+            if name.startswith(prefix)
+        }
 
 
 def read_files(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:

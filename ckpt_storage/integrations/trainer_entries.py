@@ -9,16 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-__all__ = [
-    "RESUME_FILES",
-    "StoredNames",
-    "is_resume_file",
-    "rank",
-    "stores_file",
-]
+from .file_entries import FileEntries
 
-RESUME_FILES = "trainer_files"
-"""The key of the files that a Trainer resumes from. What an export needs is in `files`."""
+__all__ = ["StoredNames", "resume_files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +67,12 @@ def _plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
 
 
-def rank() -> int:
-    """Return the rank of this process, 0 if it is alone."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _random_state_file() -> str:
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return "rng_state.pth" if is_alone else f"rng_state_{rank()}.pth"
-
-
-def stores_file(name: str) -> bool:
-    """Return whether this rank stores a file: its random states, and rank 0 all others."""
-    return name == _random_state_file() if name.startswith("rng_state") else rank() == 0
-
-
-def is_resume_file(name: str) -> bool:
-    """Return whether this rank needs an entry to resume: all small files, its own random states."""
-    entry = name.removeprefix(f"{RESUME_FILES}.")
-    return entry != name and (not entry.startswith("rng_state") or entry == _random_state_file())
+def resume_files() -> FileEntries:
+    """Return the files that a Trainer resumes from. What an export needs is in `files`."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return FileEntries(
+        key="trainer_files",
+        random_states="rng_state",
+        own_random_states="rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth",
+        rank=rank,
+    )

@@ -42,9 +42,8 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 
 from .file_entries import read_files, write_files
-from .packing import WholePlanner
 from .trainer_checks import check_arguments, check_methods
-from .trainer_entries import RESUME_FILES, StoredNames, is_resume_file, rank, stores_file
+from .trainer_entries import StoredNames, resume_files
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -285,7 +284,8 @@ class _StorageMixin(_Base):
         """Read the small files of the checkpoint to resume from, None for none; all ranks call."""
         if not wanted or (wanted is not True and Path(wanted, _STATE).is_file()):
             return None  # a plain Trainer wrote that folder, and this Trainer reads it as well
-        planner = WholePlanner(wanted=is_resume_file)
+        entries = resume_files()
+        planner = entries.make_planner()
         manager, options = training.manager, self._checkpoint_options
         if wanted is True:
             restored = manager.restore({}, check=options.check, planner=planner)
@@ -297,9 +297,7 @@ class _StorageMixin(_Base):
             target = os.fspath(wanted)
             load({}, target, planner=planner, **self._load_options())
         url = Location.of(target, options.storage_options).url
-        files = {
-            name.removeprefix(f"{RESUME_FILES}."): value for name, value in planner.loaded.items()
-        }
+        files = entries.loaded(planner)
         if _STATE not in files:
             raise InvalidInputError(
                 f"{url} is no checkpoint of a Trainer.",
@@ -422,12 +420,12 @@ class _StorageMixin(_Base):
         super()._save_checkpoint(model, trial)
         training.saved_step = step
         self._set_best()
-        folder = Path(training.folder, f"checkpoint-{step}")
+        folder, entries = Path(training.folder, f"checkpoint-{step}"), resume_files()
         trained: Any = self.model
         state: dict[str, Any] = {
             _MODEL: self._stored_names().stored(get_model_state_dict(trained)),
-            RESUME_FILES: read_files(folder, stores_file),
-            _FILES: (self._exported_files or {}) if rank() == 0 else {},
+            entries.key: entries.read(folder),
+            _FILES: (self._exported_files or {}) if entries.rank == 0 else {},
         }
         shutil.rmtree(folder, ignore_errors=True)
         if not self.args.save_only_model:

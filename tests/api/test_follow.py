@@ -127,6 +127,18 @@ def test_a_poll_takes_one_listing_and_reads_of_new_folders(server: S3Server) -> 
     assert len(reads) <= 4, requests
 
 
+def test_a_poll_without_news_is_one_listing(server: S3Server) -> None:
+    """What was yielded is not read again."""
+    options: Any = {"storage_options": server.storage_options}
+    for step in range(3):
+        save(f"s3://bucket/idle/step-{step}", step, **options)
+    infos = follow("s3://bucket/idle", poll_s=POLL_S, idle_s=10 * POLL_S, **options)
+    assert names(infos, 3) == ["step-0", "step-1", "step-2"]
+    server.reset_counters()
+    assert list(infos) == []
+    assert {request.op for request in server.requests} == {"list"}
+
+
 def test_a_poll_that_fails_is_made_up_for(
     server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,7 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.logging_utils import EventLogger
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
+from ckpt_storage.integrations.checkpointing_streams import ReadStream
 from ckpt_storage.integrations.torch_checkpointing import (
     CheckpointStorage,
     CheckpointStorageConfig,
@@ -227,6 +228,26 @@ def test_a_large_file_has_several_chunks_and_any_range_is_read(tmp_path: Path) -
             assert stream.read(length) == data[start : start + length]
     with pytest.raises(FileNotFoundError):
         reader.getsize(folder / "other.bin")
+
+
+def test_a_whole_file_is_read_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their loader adds no threads to those of the reads."""
+    monkeypatch.setenv("TORCH_CKPT_PARALLEL_FILL_CHUNK_MB", "1")
+    url, lengths = tmp_path / "run", []
+    state = {"model": {"weight": torch.zeros(1 << 20)}}
+    manager = CheckpointManager(manager_config(url, is_async=False))
+    manager.save(str(url / "step-1"), state)
+    read = ReadStream.readinto
+
+    def reading(stream: ReadStream, buffer: Any) -> int:
+        lengths.append(read(stream, buffer))
+        return lengths[-1]
+
+    monkeypatch.setattr(ReadStream, "readinto", reading)
+    manager.load(str(url / "step-1"), into=state)
+    manager.close()
+    (length,) = lengths
+    assert length > 4 << 20
 
 
 def test_a_job_without_the_callback_is_warned(

@@ -355,6 +355,30 @@ def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, kind: str, *, st
         ckpt_storage.save(STATE, url, storage_options=options)
 
 
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("gztar", ".tgz"), ("bztar", ".tbz2"), ("xztar", ".txz")]
+)
+def test_a_short_suffix_names_the_compression(tmp_path: Path, kind: str, suffix: str) -> None:
+    """Suffixes of GNU tar, "Creating and Reading Compressed Archives", table of --auto-compress."""
+    ckpt_storage.save(STATE, tmp_path / "www" / "run", sync_files=False)
+    archive = shutil.make_archive(str(tmp_path / "all"), kind, tmp_path / "www")
+    options = {"fo": str(Path(archive).rename(tmp_path / f"run{suffix}"))}
+    ckpt_storage.load(target := _empty(), "tar://run", storage_options=options)
+    assert same(target, STATE)
+
+
+def test_a_compressed_archive_under_another_name_needs_an_option(tmp_path: Path) -> None:
+    """The error names the option, and the checkpoint is read with it."""
+    ckpt_storage.save(STATE, tmp_path / "www" / "run", sync_files=False)
+    archive = shutil.make_archive(str(tmp_path / "all"), "gztar", tmp_path / "www")
+    options = {"fo": str(Path(archive).rename(tmp_path / "run.backup"))}
+    with pytest.raises(InvalidInputError, match="pass the option compression, such as 'gzip'"):
+        ckpt_storage.load(_empty(), "tar://run", storage_options=options)
+    options["compression"] = "gzip"
+    ckpt_storage.load(target := _empty(), "tar://run", storage_options=options)
+    assert same(target, STATE)
+
+
 def test_a_file_that_an_archive_links_is_read(tmp_path: Path) -> None:
     """`tar` stores the second name of a file, such as `cp -l` makes it, as a link."""
     ckpt_storage.save(STATE, tmp_path / "www" / "run", sync_files=False)

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import HANG_S
 from rank_threads import wait_until
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch_checkpointing import CheckpointManager, ItemSpec
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
@@ -49,14 +51,15 @@ def gather_on_cpu(_self: object, data: object, process_group: Any = None) -> dic
 
 
 def async_config() -> AsyncCheckpointSaverConfig:
-    """Return the options that their documentation gives for CPUs."""
+    """Return the options that their documentation gives for CPUs; only a hang exceeds the limit."""
     staging = CheckpointStagerConfig(
         use_pinned_memory=False,
         use_shared_memory=True,
         use_async_staging=False,
         use_non_blocking_copy=False,
     )
-    return AsyncCheckpointSaverConfig(staging_config=staging)
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=int(HANG_S))
+    return AsyncCheckpointSaverConfig(staging_config=staging, process_config=process)
 
 
 def sabotage(where: str, rank: int, step: int) -> None:

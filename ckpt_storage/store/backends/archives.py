@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from typing import Any
 
 import fsspec
@@ -10,9 +11,24 @@ from .generic import FsspecBackend
 
 _TarFileSystem: Any = fsspec.get_filesystem_class("tar")
 
+_SHORT_SUFFIXES = {".tgz": "gzip", ".tbz": "bz2", ".tbz2": "bz2", ".txz": "xz"}
+"""Compressions by suffixes that fsspec does not know."""
+
 
 class _Archive(_TarFileSystem):  # type: ignore[misc]  # fsspec has no types
     """An archive whose names may begin with "./", as `tar cf run.tar .` writes them."""
+
+    def __init__(self, fo: Any = "", **options: Any) -> None:
+        suffix = str(fo)[str(fo).rfind(".") :].lower()
+        if options.get("compression") is None and suffix in _SHORT_SUFFIXES:
+            options["compression"] = _SHORT_SUFFIXES[suffix]
+        try:
+            super().__init__(fo=fo, **options)
+        except tarfile.ReadError as error:
+            raise ValueError(
+                f"{error}: the archive is damaged, no tar archive, or compressed under a name that "
+                "does not show it; then pass the option compression, such as 'gzip'"
+            ) from error
 
     def _index(self) -> None:
         sizes: dict[str, int] = {}
