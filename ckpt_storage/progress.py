@@ -79,6 +79,6 @@ class _Bar:
         self._bar.update(event.done_bytes - self._bar.n)
 
     def close(self) -> None:
-        """End the bar, if there is one."""
+        """End the bar, if it is shown."""
         if self._bar is not None:
             self._bar.close()

@@ -49,7 +49,7 @@ def data() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def train(url: str, steps: int) -> None:
-    """Train up to `steps`, from the newest checkpoint below `url` if there is one."""
+    """Train up to `steps`, from the newest checkpoint below `url` if any exists."""
     # A seeded sampler shuffles epoch 3 the same way whether or not epochs 0 to 2 ran before.
     loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(dataloader_config=loading)

@@ -33,8 +33,8 @@ import ckpt_storage
 WORDS = {"false": False, "true": True}
 
 HINTS = {
-    "credentials": "none were found, or they have expired: see docs/storages.md",
-    "permission": "they were found, and do not suffice: ask for the rights listed there",
+    "credentials": "there are none, or they have expired: see docs/storages.md",
+    "permission": "they are not sufficient: ask for the rights listed there",
 }
 
 

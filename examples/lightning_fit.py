@@ -98,7 +98,7 @@ def sharded_trainer(url: str, max_steps: int, ranks: int) -> lightning.Trainer:
 
 
 def main(url: str) -> None:
-    """Train to step 8, from the newest checkpoint below `url` if there is one."""
+    """Train to step 8, from the newest checkpoint below `url` if any exists."""
     torch.manual_seed(0)
     trainer(url, 8).fit(Regression(), data(), ckpt_path=last_checkpoint(url))
 

@@ -1,6 +1,6 @@
-"""The driver behind `python examples/train_fsdp2.py`: starts runs, kills one, compares them.
+"""The driver behind `python examples/train_fsdp2.py`: starts runs, kills a rank, compares losses.
 
-It says in plain sentences what it does and what it finds.
+It prints each step and the result of each check.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Driver:
         )
         self.check(
             ok=torn in self.committed("killed"),
-            claim=f"{torn} was saved again over the torn one and is committed now",
+            claim=f"{torn} was saved again over the torn checkpoint and is committed now",
         )
 
         for number, other in enumerate(options.other_ranks, start=5):
@@ -224,16 +224,16 @@ class Driver:
         try:
             CheckpointStorageReader(url, storage_options=self.storage_options).read_metadata()
         except CheckpointInProgressError as error:
-            self.check(ok=True, claim=f"the torn one is refused: {error}")
+            self.check(ok=True, claim=f"the torn checkpoint is refused: {error}")
         else:
-            self.check(ok=False, claim="the torn one is refused")
+            self.check(ok=False, claim="the torn checkpoint is refused")
 
     def check_loaded(self, run: Run, step: int, digest: str) -> None:
         """Check that `run` began with exactly the state that was saved at `step`."""
         self.check(
             ok=run.resumed == (step, digest),
             claim="the loaded parameters, optimizer states, RNG and data position are "
-            f"bit-identical to the saved ones (sha256 {digest[:16]})",
+            f"bit-identical to those saved (sha256 {digest[:16]})",
         )
 
     def check_identical(self, run: Run, reference: Run, first: int, last: int) -> None:

@@ -57,7 +57,7 @@ class ObstoreBackend(S3Backend):
         )
 
     def read(self, path: str, ranges: Iterable[store.Range]) -> int | None:
-        """Get each range by one request; small ones are not worth it."""
+        """Get each large range by obstore, each small range as `S3Backend` does."""
         total_bytes = None
         for start, view in ranges:
             if not self._is_worth_it(view.nbytes) or not self._got(path, start, view):

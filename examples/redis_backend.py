@@ -109,7 +109,7 @@ class RedisBackend(store.Backend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        """Have a name refer to a version, in one transaction that looks at the old one."""
+        """Have a name refer to a version, in a transaction that compares the version before."""
         name, (seconds, micros) = self._root + path, self._client.time()
         fields = {"size_bytes": size_bytes, "modified_s": seconds + micros / 1e6}
         text = json.dumps({**fields, "version": version, "write_id": write_id})

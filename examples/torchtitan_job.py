@@ -33,7 +33,7 @@ def config(url: str, steps: int) -> Trainer.Config:
 
 
 def main(job: Trainer.Config) -> None:
-    """Train, from the newest committed checkpoint if there is one."""
+    """Train, from the newest committed checkpoint if any exists."""
     trainer = job.build()
     try:
         trainer.train()

@@ -52,12 +52,12 @@ WINDOW_BYTES = 128
 BATCH_COUNT = 16
 """Windows per step over all ranks together, so that another number of ranks sees the same data."""
 NOISE = 0.02
-"""Share of input bytes replaced by random ones: makes every step draw from the RNG."""
+"""Share of input bytes replaced by random bytes: makes every step draw from the RNG."""
 LEARNING_RATE = 1e-3
 
 
-def tell(text: str) -> None:
-    """Print one line on rank 0 only, above the progress bar if there is one."""
+def print_once(text: str) -> None:
+    """Print one line on rank 0 only, above a progress bar."""
     if dist.get_rank() == 0:
         tqdm.write(text)
 
@@ -101,7 +101,7 @@ class Training(Stateful):
 
         self.step = 0
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        # One byte more than a window: the targets are the inputs, moved by one.
+        # One byte more than a window: the targets are the inputs, moved by a byte.
         self.windows = data.unfold(0, WINDOW_BYTES + 1, WINDOW_BYTES)
         self.order = torch.randperm(len(self.windows))
         self.position = 0
@@ -223,7 +223,7 @@ class RunLog:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train up to `--steps`, from the newest committed checkpoint if there is one."""
+    """Train up to `--steps`, from the newest committed checkpoint if any exists."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     training = Training(TEXT_FILE.read_bytes())
     storage_options = dict(options.storage_option)
@@ -234,7 +234,7 @@ def train(options: argparse.Namespace) -> None:
     if start is not None:
         load({"training": training}, start, storage_options=storage_options)
         log.write_digest("resumed", training)
-        tell(f"   resumed from {start} at step {training.step}")
+        print_once(f"   resumed from {start} at step {training.step}")
 
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -251,7 +251,7 @@ def train(options: argparse.Namespace) -> None:
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}")
             if not is_terminal and training.step % 10 == 0:
-                tell(f"   step {training.step} of {options.steps}: loss {loss:.4f}")
+                print_once(f"   step {training.step} of {options.steps}: loss {loss:.4f}")
             if training.step % options.save_every == 0 or training.step == options.steps:
                 saves.begin(training)
         saves.end()
@@ -267,7 +267,7 @@ def export(training: Training, url: str, storage_options: dict[str, Any], log: R
     checkpoint; `from_pretrained` needs them in a local folder, together with the configuration.
     """
     report = consolidate(url, storage_options=storage_options)
-    tell(f"   consolidated into {', '.join(file.name for file in report.files)}")
+    print_once(f"   consolidated into {', '.join(file.name for file in report.files)}")
     prompt = torch.arange(32).unsqueeze(0)
     training.model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
@@ -281,7 +281,7 @@ def export(training: Training, url: str, storage_options: dict[str, Any], log: R
                 model = LlamaForCausalLM.from_pretrained(folder)
             difference = (model(input_ids=prompt).logits - expected).abs().max().item()
             log.write("exported", training.step, difference=difference.hex())
-    tell("   transformers has read it back")
+    print_once("   transformers has read it back")
 
 
 class Saves:
@@ -323,7 +323,7 @@ class Saves:
         if self.last is not None:
             step, handle = self.last
             self.last = None
-            tell(f"   saved {handle.result().name}")
+            print_once(f"   saved {handle.result().name}")
             self.log.write("saved", step)
 
 

@@ -43,7 +43,7 @@ def texts() -> list[dict[str, torch.Tensor]]:
 
 
 def main(url: str, adapter: str) -> None:
-    """Train to step 8, from the newest checkpoint below `url` if there is one, and export."""
+    """Train to step 8, from the newest checkpoint below `url` if any exists, and export."""
     # Dropout draws random numbers, so a resumed run must restore the generator.
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
     with tempfile.TemporaryDirectory() as folder:

@@ -77,9 +77,9 @@ _WRITER = "tests/stores/test_filewriter.py"
 _MANAGER_MUTANTS = [
     Mutant(
         "manager/root.py",
-        "is_deep = deep or self.damage_count > 0",
-        "is_deep = deep",
-        [f"{_SHARED_DAMAGE}::test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file"],
+        "if self.damage_count > 0 and not is_deep:",
+        "if self.damage_count < 0:",
+        [f"{_SHARED_DAMAGE}::test_damage_that_is_found_while_another_checkpoint_is_checked_counts"],
     ),
     Mutant("manager/root.py", "self.damage_count += 1", "pass", [_SHARED_DAMAGE]),
     Mutant(
@@ -240,7 +240,7 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/app.py",
-        "return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN",
+        "return UNSOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN",
         "return COULD_NOT_RUN",
         [_CLI],
     ),
@@ -301,13 +301,13 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/look.py",
-        "return SOUND if report.ok else FOUND",
+        "return SOUND if report.ok else UNSOUND",
         "return SOUND",
         [f"{_CLI}::test_verify_says_sound_or_what_is_damaged"],
     ),
     Mutant(
         "cli/change.py",
-        "return FOUND if report.failed_exports else SOUND",
+        "return UNSOUND if report.failed_exports else SOUND",
         "return SOUND",
         [f"{_CLI}::test_cp_that_leaves_a_damaged_export_out_exits_with_one"],
     ),
@@ -529,6 +529,12 @@ _BACKGROUND_MUTANTS = [
 ]
 
 _STORE_MUTANTS = [
+    Mutant(
+        "store/backends/generic.py",
+        "if is_temporary and path_flaw(info.path) is None:",
+        "if is_temporary:",
+        [f"{_LISTED}::test_no_unfinished_file_with_an_unsafe_name_is_removed"],
+    ),
     Mutant(
         "store/backends/temp_files.py",
         "self._posix.fsync(fd)",
@@ -774,7 +780,7 @@ _TRANSFER_MUTANTS = [
         "transfer/chunks.py",
         "inner_start = start + -start % block",
         "inner_start = start",
-        ["tests/unit/test_chunks.py::test_every_selection_gets_what_slicing_gives"],
+        ["tests/unit/test_chunks.py::test_a_long_selection_that_begins_within_a_block_arrives"],
     ),
     Mutant(
         "transfer/chunks.py",
@@ -1038,7 +1044,9 @@ _SOURCE_MUTANTS = [
         "source/opening.py",
         'if local is not None and f"{SAVES}/" not in names:',
         "if local is not None:",
-        ["tests/api/test_dcp_bad_input.py"],
+        [
+            "tests/api/test_dcp_bad_input.py::test_a_save_beside_the_metadata_of_single_ranks_is_still_running"
+        ],
     ),
     Mutant(
         "source/opening.py",
@@ -1081,8 +1089,8 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/base.py",
-        "return (self.manifest.host, self.manifest.pid) ==",
-        "return () !=",
+        "return self.manifest.save_id in OWN_SAVES",
+        "return bool(self.manifest.save_id)",
         [f"{_REUSE}::test_a_process_that_goes_on_with_a_run_hashes_again"],
     ),
     Mutant(
@@ -1240,13 +1248,15 @@ _DCP_MUTANTS = [
         "dcp/writer.py",
         'if not kwargs.get("use_collectives", True):',
         'if kwargs.get("use_collectives") == 0.5:',
-        ["tests/api/test_dcp_bad_input.py"],
+        ["tests/api/test_dcp_bad_input.py::test_a_save_without_collectives_is_refused"],
     ),
     Mutant(
         "dcp/writer.py",
         "            state.pending = None\n",
         "            state.is_reset_consumed = True\n",
-        ["tests/api/test_dcp_bad_input.py"],
+        [
+            "tests/api/test_dcp_bad_input.py::test_a_save_that_failed_early_leaves_no_place_for_the_next"
+        ],
     ),
 ]
 
@@ -1321,6 +1331,30 @@ _OPTIONS_MUTANTS = [
 ]
 
 _EXPORT_MUTANTS = [
+    Mutant(
+        "export/output.py",
+        "if not has_checksum(ranges, file, lambda _: advanced()):",
+        "if file is None:",
+        [f"{_FLIPPED}::test_nothing_is_made_of_an_export_with_a_damaged_file"],
+    ),
+    Mutant(
+        "export/output.py",
+        "self.source.check_unchanged(self.context.source)",
+        "_ = self.source.check_unchanged",
+        [_REPLACED],
+    ),
+    Mutant(
+        "export/torchfile.py",
+        "        return set(self.versions.of)\n",
+        "        return set()\n",
+        [_REPLACED],
+    ),
+    Mutant(
+        "export/copy_foreign.py",
+        "    foreign_copy.source.versions = source.versions\n",
+        "",
+        [_REPLACED],
+    ),
     Mutant(
         "export/folder.py",
         "        self.check_held()\n        if self.last:",
@@ -1485,7 +1519,7 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/copy_foreign.py",
-        "if save_id is not None or exports.NAMES_PATH in entries:",
+        "if save_id is not None or any(map(exports.is_of_export, documents)):",
         "if save_id is not None:",
         [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
     ),

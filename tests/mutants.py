@@ -144,6 +144,8 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="mutants-") as folder,
         ForkServer(*_IMPORTED) as fork_server,
     ):
+        # Tests import modules as another user, too.
+        Path(folder).chmod(0o755)
         copies = [Copy(Path(folder, f"copy-{n}"), fork_server) for n in range(arguments.jobs)]
         copies[0].check_tests(mutants)
         with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -25,7 +25,7 @@ from ckpt_storage.inspect.views import shown
 from ckpt_storage.observe.outcome import OUTCOME_LOGGER
 from ckpt_storage.store.redaction import scrubber
 
-from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
+from .output import BROKEN_PIPE, COULD_NOT_RUN, INTERRUPTED, SOUND, UNSOUND
 
 _GRACE_S = 4.0
 """For discarding uploads that are under way; what stays is freed by a later save or copy."""
@@ -194,7 +194,7 @@ def _report_error(error: Exception, arguments: Sequence[str]) -> int:
         for spelling, option in _TYPED.items():
             step = step.replace(spelling, option)
         _print_error(scrub(f"{what}{step}"))
-        return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
+        return UNSOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
     if isinstance(error, OSError) and error.filename is None:
         # The library raises only its own errors; an error without a file is of a stream.
         _print_error(f"standard output cannot be written: {error.strerror or error}.")
@@ -248,6 +248,5 @@ def app() -> None:
 
     A URL is a local path or anything that fsspec reaches, such as s3://bucket/run/step-1000.
 
-    Exit codes: 0 sound or equal, 1 damage or a difference was found, 2 could not run, 130
-    interrupted.
+    Exit codes: 0 sound or equal, 1 damage or a difference, 2 could not run, 130 interrupted.
     """

@@ -50,7 +50,7 @@ from .options import (
     threads_option,
     url_argument,
 )
-from .output import FOUND, SOUND, check_root
+from .output import SOUND, UNSOUND, check_root
 
 _THINNED = ("url", "save_id", "was_thin", "dropped", "freed_bytes", "kept_bytes")
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
@@ -85,7 +85,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     """
     report = copy(src, dst, progress=output.shows_progress(), **options)
     output.emit("cp", report, as_json=as_json)
-    return FOUND if report.failed_exports else SOUND
+    return UNSOUND if report.failed_exports else SOUND
 
 
 @click.command(short_help="Drop values of a checkpoint in place.")
@@ -336,7 +336,7 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     metavar="METRIC:min|max[:N]",
     help="The N best by a recorded metric, smallest or largest; by default 1.",
 )
-@click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
+@click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger steps: 12h, 7d.")
 @click.option(
     "--keep-part",
     multiple=True,
@@ -385,7 +385,7 @@ def prune(  # one parameter for each option
     summary = {name: _decisions(getattr(report, name)) for name in ("kept", "planned", "parts")}
     summary |= {key: getattr(report, key) for key in keys}
     output.emit("prune", as_json=as_json, text=_lines(report), **summary)
-    return FOUND if report.failed else SOUND
+    return UNSOUND if report.failed else SOUND
 
 
 def _check_names(template: str, folders: list[str]) -> None:

@@ -28,7 +28,7 @@ from .options import (
     threads_option,
     url_argument,
 )
-from .output import COULD_NOT_RUN, FOUND, SOUND, check_root, tensor_of
+from .output import COULD_NOT_RUN, SOUND, UNSOUND, check_root, tensor_of
 
 _SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 
@@ -227,7 +227,7 @@ def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:
     report = verification.verify(url, deep=not shallow, progress=output.shows_progress(), **options)
     text = _verdict(report, is_deep=not shallow)
     output.emit("verify", report, as_json=as_json, text=text, ok=report.ok)
-    return SOUND if report.ok else FOUND
+    return SOUND if report.ok else UNSOUND
 
 
 def _verdict(report: VerifyReport, *, is_deep: bool) -> Iterator[str]:
@@ -281,7 +281,7 @@ def diff(  # one parameter for each option
         report = first.diff(second, progress=output.shows_progress(), **how)
     text = str(report).splitlines()
     output.emit("diff", report, as_json=as_json, text=text, is_equal=report.is_equal)
-    return SOUND if report.is_equal else FOUND
+    return SOUND if report.is_equal else UNSOUND
 
 
 @click.command(short_help="What a storage can do and how fast.")
@@ -309,7 +309,7 @@ def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) ->
         [f"Checkpoints {can} be saved and loaded here."],
     )
     output.emit("doctor", diagnosis, as_json=as_json, text=text, ok=diagnosis.ok)
-    return SOUND if diagnosis.ok else FOUND
+    return SOUND if diagnosis.ok else UNSOUND
 
 
 def _rate(probe: Probe) -> str:

@@ -61,8 +61,8 @@ def check_root(
     return sorted(path.rstrip("/") for path in paths if path.endswith("/"))
 
 
-SOUND, FOUND, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
-"""Exit codes; `FOUND`: damage or a difference, or something could not be copied or deleted."""
+SOUND, UNSOUND, COULD_NOT_RUN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+"""Exit codes; `UNSOUND`: damage or a difference, or something could not be copied or deleted."""
 
 
 def shows_progress() -> bool:

@@ -70,7 +70,7 @@ def cat(
     "..." is not asked for. Objects are loaded with torch's weights_only rules.
     """
     if as_json and form != "text":
-        raise click.UsageError(f"--json and --form {form} are two forms: choose one.")
+        raise click.UsageError(f"--json and --form {form} are two forms: drop either.")
     wanted = parse_slice(index) if index is not None else (...,)
     with open_checkpoint(url, **options) as checkpoint:
         tensor = tensor_of(checkpoint, fqn)
@@ -146,7 +146,7 @@ def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json:
 
 
 def _pairs(values: Any) -> Any:
-    """Return nested lists of numbers with complex ones as pairs."""
+    """Return nested lists of numbers, with each complex number as a pair."""
     if isinstance(values, list):
         return [_pairs(value) for value in values]
     return [values.real, values.imag] if isinstance(values, complex) else values

@@ -15,12 +15,12 @@ from ckpt_storage.manager.following import follow
 
 from . import output
 from .options import duration, reads, url_argument
-from .output import FOUND, SOUND
+from .output import SOUND, UNSOUND
 
 
 @click.command(short_help="Each checkpoint below a root, once it is committed.")
 @url_argument("root")
-@click.option("--after", type=click.IntRange(min=0), help="Leave out steps up to this one.")
+@click.option("--after", type=click.IntRange(min=0), help="Skip this step and all before.")
 @click.option(
     "--poll",
     "poll_s",
@@ -56,7 +56,7 @@ def watch(root: str, *, command: str | None, as_json: bool, **options: Any) -> i
         click.echo(_json_line(info) if as_json else shown(_line(info)))
         if command is not None and (exit_code := _run(command, info)) != 0:
             output.note(f"The command for {shown(info.name)} ended with exit code {exit_code}.")
-            code = FOUND
+            code = UNSOUND
     return code
 
 

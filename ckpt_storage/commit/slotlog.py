@@ -20,9 +20,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
-from ckpt_storage.format.documents import (
-    MAX_SLOT_BYTES,
-)
+from ckpt_storage.format.documents import MAX_SLOT_BYTES
 from ckpt_storage.store.probe import create_new
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.objects import read_decoded, read_or_none, read_twice
@@ -147,15 +145,12 @@ def _slot_bytes(store: Store, slot: int) -> bytes | StorageError | None:
 
 def _decoded(store: Store, slot: int, data: bytes) -> SlotRecord:
     """Return the record in `data`, the content of a slot; a damaged record is read again."""
-    contents = [data]
+    path, decode = names.slot_path(slot), partial(SlotRecord.decode, slot=slot)
 
-    def read() -> SlotRecord:
-        if contents:
-            return SlotRecord.decode(contents.pop(), slot=slot)
-        content = store.get(names.slot_path(slot), max_bytes=MAX_SLOT_BYTES)
-        return SlotRecord.decode(content.data, slot=slot)
+    def again() -> SlotRecord:
+        return decode(store.get(path, max_bytes=MAX_SLOT_BYTES).data)
 
-    return read_twice(store, names.slot_path(slot), read)
+    return read_twice(store, path, partial(decode, data), again)
 
 
 def listed_slots(store: Store) -> list[int]:

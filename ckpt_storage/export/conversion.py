@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, get_args
 
 from ckpt_storage import errors
 from ckpt_storage.format import names
-from ckpt_storage.source.file_versions import changed, changed_rather_than_damaged, listed
+from ckpt_storage.source.file_versions import changed_rather_than_damaged, listed
 from ckpt_storage.source.model import Source, value_keys
-from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.transfer.objects import is_there, stat_or_none
+from ckpt_storage.transfer.objects import is_there
 
 from . import layout
 from .layout import Files, Shards
@@ -99,15 +98,7 @@ class Conversion(Export[ConvertReport]):
 
     def find(self) -> SourceVersion:
         """Open a checkpoint, or a file, of which nothing is missing."""
-        context, spec, file = self.context, self.spec, self.spec.source_file
-        if file:
-            at = context.source.stat(file)
-            self.watch = partial(self._check_file, at)
-            state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
-            version = SourceVersion(state=state or names.new_write_id())
-            self.open(version)
-        else:
-            version = super().find()
+        spec, version = self.spec, super().find()
         self._check_elsewhere()
         self._unpack()
         if self.source.format == spec.to:
@@ -121,27 +112,18 @@ class Conversion(Export[ConvertReport]):
                 self.source.places(part)
         return version
 
-    def _check_file(self, before: ObjectInfo) -> None:
-        now = stat_or_none(self.context.source, self.spec.source_file)
-        if now != before:
-            what = "was written again" if now else "is gone"
-            raise changed(self.context.source.url, self.spec.source_file, what)
-
     def open(self, version: SourceVersion) -> None:
         """Open a checkpoint, or a file."""
-        spec = self.spec
-        if not spec.source_file:
-            super().open(version)
-            self._unpack()
-            return
-        from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
-
-        self.source = open_torch_file(
-            self.context.source, spec.source_file, unsafe_pickle=spec.unsafe_pickle
-        )
+        super().open(version)
+        self._unpack()
 
     def read_source(self) -> Source:
-        """Open the newest checkpoint, also one in the layout of torch_checkpointing."""
+        """Open a file, or the newest checkpoint, also one in the layout of torch_checkpointing."""
+        if file := self.spec.source_file:
+            from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
+
+            unsafe_pickle = self.spec.unsafe_pickle
+            return open_torch_file(self.context.source, file, unsafe_pickle=unsafe_pickle)
         source: Source | None = None
         missing: list[errors.CheckpointNotFoundError] = []
         try:

@@ -70,12 +70,13 @@ def convert(  # the public surface, all keyword-only
     """Write the values of the checkpoint at `src` to `dst` in the format `to`.
 
     Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders,
-    folders of torch_checkpointing and files of `torch.save`. Checksums of ours and of `torch.save`,
-    also in folders of torch_checkpointing, are checked; files of the other formats are checked for
-    their lengths. Values keep their names: tensors go over bit by bit, objects and nesting where
-    the format has them. `dst` shows the result all at once, at the end. After a failure or a kill,
-    call it again with the same arguments. Files of "dcp", "dcp_safetensors" and "safetensors" that
-    were complete, and are sound, are kept; the other formats begin anew.
+    folders of torch_checkpointing and files of `torch.save`. Checksums of ours, in the record of an
+    export too, and of `torch.save`, also in folders of torch_checkpointing, are checked; files of
+    the other formats are checked for their lengths. Values keep their names: tensors go over bit by
+    bit, objects and nesting where the format has them. `dst` shows the result all at once, at the
+    end. After a failure or a kill, call it again with the same arguments. Files of "dcp",
+    "dcp_safetensors" and "safetensors" that were complete, and are sound, are kept; the other
+    formats begin anew.
 
     To make a model's weights of a training checkpoint, with its names and ties as `transformers`
     expects them, use `consolidate`.

@@ -71,7 +71,7 @@ def open_foreign(context: ExportContext, source: Source, save_id: str | None = N
     last = last if last in files else ""
     version = CopySource(format=source.format, files=files, was_there=was_there, last=last)
     foreign_copy = copy_of_foreign(context, version)
-    foreign_copy.watch = lambda: source.check_unchanged(context.source)
+    foreign_copy.source.versions = source.versions
     return foreign_copy
 
 

@@ -11,11 +11,18 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.exports import Sealed
+from ckpt_storage.format.exports import (
+    DOCUMENTS,
+    ExportRecord,
+    IndexTag,
+    Sealed,
+    export_path,
+)
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id, probe_path
+from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
@@ -31,14 +38,15 @@ from ckpt_storage.options import (
     default_memory_limit_bytes,
 )
 from ckpt_storage.source.file_versions import listed
-from ckpt_storage.source.model import CommittedSource, Source, read_manifest
+from ckpt_storage.source.model import CommittedSource, Source, read_manifest, value_keys
 from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part as UploadPart
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.objects import is_there, stat_or_none
+from ckpt_storage.transfer.objects import is_there, read_decoded, read_or_none, stat_or_none
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import some_at_once
 
 from .plan import OutFile, Plan
@@ -150,11 +158,13 @@ class ExportContext:
 class SourceVersion:
     """The version of the source that the coordinator opened: its record, if it is of ours.
 
-    Else `state` (JSON) identifies the content; it is always new for files without a time.
+    Else `state` (JSON) identifies the content; it is always new for files without a time. Of an
+    export of ours, `weight_files` are those that its record names.
     """
 
     record: SlotRecord | None = None
     state: object = None
+    weight_files: Sequence[FileRef] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +227,8 @@ class Export(abc.ABC, Generic[R]):
     """One export on one rank: its source, its files, and how they are published.
 
     The coordinator makes it without a `version`, and finds the checkpoint; the other ranks open
-    that version. Only the coordinator calls `check_unchanged` and the methods after `content`,
-    except `rename`, `seal` and `check_held`. The writer reports to `on_bytes`; `publish` writes
-    `stream_bytes`.
+    that version. Only the coordinator calls the methods after `content`, except `rename`, `seal`
+    and `check_held`. The writer reports to `on_bytes`; `publish` writes `stream_bytes`.
     With `is_together` files get their names at the end, on storages that can list open uploads.
     """
 
@@ -231,7 +240,6 @@ class Export(abc.ABC, Generic[R]):
 
     def __init__(self, context: ExportContext, version: SourceVersion | None = None) -> None:
         self.context, self.spec = context, context.spec
-        self.watch: Callable[[], None] | None = None
         if version is None:
             self.version = self.find()
         else:
@@ -255,35 +263,64 @@ class Export(abc.ABC, Generic[R]):
 
     def find(self) -> SourceVersion:
         """Open the newest checkpoint; return what the others open it by."""
-        context = self.context
-        self.source = source = self.read_source()
+        self.source = source = self._open_source()
         if isinstance(source, CommittedSource):
             return SourceVersion(record=source.record)
-        # Files below the source may belong to an output, which changes.
-        own = {*source.paths, STOCK_METADATA, INDEX_NAME}
-        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
-        source.versions = replace(source.versions, of=marks)
-        self.watch = lambda: source.check_unchanged(context.source)
         self.check_unchanged()
+        marks = source.versions.of
         has_times = all(time_s is not None for _, time_s in marks.values())
-        return SourceVersion(state=sorted(marks.items()) if has_times else new_write_id())
+        return SourceVersion(
+            state=sorted(marks.items()) if has_times else new_write_id(),
+            weight_files=recorded_files(source),
+        )
 
     def read_source(self) -> Source:
         """Open the newest checkpoint."""
         return open_newest(self.context.source, self.context.options)
 
+    def _open_source(self) -> Source:
+        source = self.read_source()
+        # Files below the source may belong to an output, which changes.
+        own = {*source.paths, STOCK_METADATA, INDEX_NAME}
+        marks = {path: mark for path, mark in source.versions.of.items() if path in own}
+        source.versions = replace(source.versions, of=marks)
+        return source
+
     def open(self, version: SourceVersion) -> None:
         """Open the version of the coordinator, even if it is not the newest any more."""
         store, options, record = self.context.source, self.context.options, version.record
         if record is None:
-            self.source = self.read_source()
+            self.source = self._open_source()
         else:
             self.source = CommittedSource(store, record, read_manifest(store, record), options)
 
     def check_unchanged(self) -> None:
         """Raise if another writer touched the source since it was opened."""
-        if self.watch is not None:
-            self.watch()
+        self.source.check_unchanged(self.context.source)
+
+    def check_weight_files(self, rank: int, world_size: int) -> None:
+        """Compare the checksums of the rank's share of the `weight_files` that the export reads.
+
+        Readers of safetensors compare lengths only. Raises `IntegrityError`.
+        """
+        if not self.version.weight_files:
+            return
+        context, tensors = self.context, self.source.tensors
+        fqns = {part.fqn for file in self.plan.files for part in file.elements} or tensors.keys()
+        places = self.source.places(value_keys({fqn: tensors[fqn] for fqn in fqns}, ()))
+        paths = {place.path for place in places}
+        files = [file for file in self.version.weight_files if file.path in paths]
+        ranges = RangeReader(context.source, context.options, pacer=context.source_pace)
+        advanced = context.deadline.monitor.advanced
+        for file in files[rank::world_size]:
+            if not has_checksum(ranges, file, lambda _: advanced()):
+                raise IntegrityError(
+                    f"{file.path} does not have the checksum in the record of this export.",
+                    path=file.path,
+                    offset=0,
+                    next_step="Export again; if another program wrote the weights, delete "
+                    f"{DOCUMENTS} there.",
+                )
 
     @abc.abstractmethod
     def lay_out(self) -> Iterable[OutFile]:
@@ -318,6 +355,16 @@ class Export(abc.ABC, Generic[R]):
     @abc.abstractmethod
     def report(self, made: WriteSummary, seconds: float) -> R:
         """Return the report, once the files are published."""
+
+
+def recorded_files(source: Source) -> Sequence[FileRef]:
+    """Return the weight files of an export of ours that is whole; none of any other checkpoint."""
+    store = source.store
+    index = read_or_none(store, INDEX_NAME) if source.format == "safetensors" else None
+    tag = None if index is None else IndexTag.of(index.data)
+    path = "" if tag is None else export_path(tag.fingerprint)
+    record = read_decoded(store, path, partial(ExportRecord.decode, path=path)) if path else None
+    return [] if record is None else [file for file in record.files if file.path in source.paths]
 
 
 @contextlib.contextmanager

@@ -90,11 +90,6 @@ class RankFilesSource(UnpickledSource):
                 places += file.places([part])
         return places
 
-    @property
-    def paths(self) -> set[str]:
-        """All files of the checkpoint."""
-        return set(self.versions.of)
-
     def check_unchanged(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if another writer changed files."""
         del paths

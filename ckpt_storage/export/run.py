@@ -96,6 +96,7 @@ def _make_files(
             ) as export.on_bytes,
             changed_rather_than_damaged(export.check_unchanged),
         ):
+            export.check_weight_files(operation.rank, operation.world_size)
             summary = FileWriter(operation, export, resume).make()
             if operation.is_coordinator:
                 export.publish(summary)

@@ -25,11 +25,12 @@ from ckpt_storage.format.crc import BlockHasher
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import PlannerData, TensorRecord, find_int_keys
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
+from ckpt_storage.source.file_versions import FileVersions
 from ckpt_storage.source.foreign import ForeignSource
 from ckpt_storage.source.model import Key
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.objects import read_again, read_twice
+from ckpt_storage.transfer.objects import read_twice
 
 _torch: Any = torch  # for what is not typed there
 _WINDOW_BYTES = 4 << 20
@@ -57,6 +58,11 @@ class UnpickledSource(ForeignSource):
 
     values: dict[str, object] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> set[str]:
+        """All files of the checkpoint."""
+        return set(self.versions.of)
 
     def pickled(self, fqn: str) -> bytes:
         """Return a value that is no tensor as `torch.save` stores it; none may be inside."""
@@ -121,12 +127,8 @@ class TorchFileSource(UnpickledSource):
 
     def _checked(self, key: Key) -> _Crcs:
         """Check the record of a tensor, twice if it has a wrong byte."""
-        try:
-            return self._check(key)
-        except errors.IntegrityError as error:
-            mismatch = error
-        again = partial(self._check_anew, key)
-        return read_again(self.store, self.held[key].path, again, mismatch)
+        check, again = partial(self._check, key), partial(self._check_anew, key)
+        return read_twice(self.store, self.held[key].path, check, again)
 
     def _check_anew(self, key: Key) -> _Crcs:
         """Check the record of a tensor after reading again where in the file it is."""
@@ -173,7 +175,8 @@ def open_torch_file(
     With an `item` the file holds the value of that name on one rank, and a `DTensor` is read as the
     part of that rank.
     """
-    file_bytes, shown = store.stat(path).size_bytes, f"{store.url}/{path}"
+    info, shown = store.stat(path), f"{store.url}/{path}"
+    file_bytes = info.size_bytes
 
     def read() -> tuple[dict[str, Any], PlannerData, Mapping[str, tuple[int, int | None]]]:
         file = io.BufferedReader(_StoreFile(store, path, file_bytes), 64 * 1024)
@@ -186,6 +189,7 @@ def open_torch_file(
         format="torch_save",
         tensors=tensors,
         planner_data=paths,
+        versions=FileVersions(of={path: (file_bytes, info.modified_s)}, is_listed=False),
         content=content,
         reopen=partial(open_torch_file, path=path, unsafe_pickle=unsafe_pickle, item=item),
     )

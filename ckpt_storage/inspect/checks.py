@@ -253,7 +253,7 @@ def _index_in(store: Store, folder: str) -> bytes | None:
 def _check_export(
     findings: Findings, folder: str, index: bytes | None, head: str | None
 ) -> ExportStatus | None:
-    """Check an export by its index; None for an export of another tool, or an incomplete one."""
+    """Check an export by its index; None if it is another tool's, or incomplete."""
     store, noting = findings.store, partial(findings.noting, absent_step=_MAKE_ANEW)
     prefix = f"{folder}/" if folder else ""
     if index is None:

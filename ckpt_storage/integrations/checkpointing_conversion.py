@@ -44,6 +44,7 @@ def convert_to_native(
 
     Raises:
         CheckpointError: as `ckpt_storage.convert`.
+        ValueError: torch_checkpointing takes a key of the state for no name of an item.
 
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-storage-convert-") as folder:

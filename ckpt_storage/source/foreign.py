@@ -1,6 +1,7 @@
 """Checkpoints of other writers: stock DCP, torch's sharded safetensors, Hugging Face folders.
 
-They have no checksums of ours: only lengths can be checked.
+They have no checksums of ours: only lengths can be checked. The record of an export of ours has a
+checksum of each whole file, which a read of parts cannot use; `verify`, `copy` and exports do.
 """
 
 from __future__ import annotations
@@ -152,6 +153,12 @@ def _heads(
     parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
 ) -> dict[_K, _T]:
     """Parse the first bytes of items; read more of them where that does not suffice."""
+
+    def read(place: ChunkPlace, size_bytes: int) -> _T | NeedMoreBytes:
+        head = bytearray(size_bytes)
+        ChunkReader(ranges).read([bytes_read(place, memoryview(head))])
+        return parse(place, bytes(head))
+
     results: dict[_K, _T] = {}
     pending = dict.fromkeys(places, guess_bytes)
     while pending:
@@ -161,9 +168,8 @@ def _heads(
         pending = {}
         for key, head in heads.items():
             place = places[key]
-            parsed = read_twice(
-                ranges.store, place.path, partial(_parsed, ranges, place, [head], parse)
-            )
+            first, again = partial(parse, place, bytes(head)), partial(read, place, len(head))
+            parsed = read_twice(ranges.store, place.path, first, again)
             if not isinstance(parsed, NeedMoreBytes):
                 results[key] = parsed
             elif parsed.total_bytes > len(head):
@@ -171,21 +177,6 @@ def _heads(
             else:  # pragma: no cover  # parsers request more, or raise
                 raise CheckpointError(f"{place.path} cannot be parsed.")
     return results
-
-
-def _parsed(
-    ranges: RangeReader,
-    place: ChunkPlace,
-    heads: list[bytearray],
-    parse: Callable[[ChunkPlace, bytes], _T | NeedMoreBytes],
-) -> _T | NeedMoreBytes:
-    """Parse the head that was read; if called again, read it again first."""
-    head = heads[-1]
-    if len(heads) > 1:
-        head = bytearray(len(head))
-        ChunkReader(ranges).read([bytes_read(place, memoryview(head))])
-    heads.append(head)
-    return parse(place, bytes(head))
 
 
 def tiles_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Sequence[Box], Flaw | None]:

@@ -29,17 +29,20 @@ MISMATCHES = (FormatError, IntegrityError, UnsafeContentError)
 """Errors that a wrong byte in a response raises, depending on the byte."""
 
 
-def read_twice(store: Store, path: str, read: Callable[[], T]) -> T:
+def read_twice(
+    store: Store, path: str, read: Callable[[], T], again: Callable[[], T] | None = None
+) -> T:
     """Return the result of `read`, which reads and checks an object; after a mismatch, read again.
 
-    The second read comes from the storage itself: see `Store.drop_caches`. Raises what the second
-    read raises: damage, or a file of another kind.
+    The second read comes from the storage itself: see `Store.drop_caches`. `again` does it if
+    `read` only checks what was read before. Raises what the second read raises: damage, or a file
+    of another kind.
     """
     try:
         return read()
     except MISMATCHES as error:
         mismatch = error
-    return read_again(store, path, read, mismatch)
+    return read_again(store, path, again or read, mismatch)
 
 
 def read_again(store: Store, path: str, read: Callable[[], T], mismatch: CheckpointError) -> T:

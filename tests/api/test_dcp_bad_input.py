@@ -233,6 +233,32 @@ def test_checkpoints_of_single_ranks_are_explained(tmp_path: Path) -> None:
     assert_says(error, "FormatError", "use_collectives=False", "as many ranks as saved it")
 
 
+def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    with pytest.raises(errors.InvalidInputError, match="Leave use_collectives at True"):
+        dcp.save(dict(STATE), storage_writer=Writer(tmp_path / "run"), use_collectives=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_save_that_failed_early_leaves_no_place_for_the_next(tmp_path: Path) -> None:
+    """DCP asks for the target of each save, and announces only places that a caller gives."""
+    writer = Writer(tmp_path / "run")
+    writer.reset(tmp_path / "other")
+    targets = [writer.storage_meta(), writer.storage_meta()]
+    names = [Path(str(meta.checkpoint_id).removeprefix("file://")).name for meta in targets if meta]
+    assert names == ["other", "run"]
+
+
+def test_a_save_beside_the_metadata_of_single_ranks_is_still_running(tmp_path: Path) -> None:
+    """What stock torch left there does not explain why a save has not committed."""
+    dcp.save(dict(STATE), checkpoint_id=tmp_path, storage_writer=Writer(tmp_path))
+    (tmp_path / "__0.metadata").write_bytes(b"1")
+    shutil.rmtree(tmp_path / "commits")
+    (tmp_path / ".metadata").unlink()
+    error = load_error(tmp_path)
+    assert_says(error, "CheckpointInProgressError", "has not committed", "Wait for the save")
+
+
 class TwoPartError(Exception):
     """Pickles by its message alone, so that no process can unpickle it."""
 

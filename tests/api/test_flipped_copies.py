@@ -166,6 +166,54 @@ def test_a_copy_of_an_export_without_its_record_is_refused(tmp_path: Path) -> No
         copy(export, tmp_path / "copy")
 
 
+def damage(file: Path) -> None:
+    """Change one bit near the end of a file."""
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+
+
+CALLS: dict[str, Callable[[Path, Path], object]] = {
+    "consolidate": lambda export, target: consolidate(export, target, dtype="bfloat16"),
+    "convert to ckpt_storage": partial(convert, to="ckpt_storage"),
+    "convert to dcp": partial(convert, to="dcp"),
+    "convert to torch_save": lambda export, target: convert(
+        export, target.with_suffix(".pt"), to="torch_save"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_made_of_an_export_with_a_damaged_file(tmp_path: Path, name: str) -> None:
+    """The new files would have checksums of the wrong bytes."""
+    export = exported(tmp_path / "run")
+    CALLS[name](export, tmp_path / "sound")
+    file = export / "model-00002-of-00002.safetensors"
+    damage(file)
+    with pytest.raises(IntegrityError, match="record of this export") as caught:
+        CALLS[name](export, tmp_path / "wrong")
+    assert caught.value.path == file.name
+    assert not [path for path in tmp_path.rglob("wrong*") if (path / INDEX_NAME).exists()]
+    assert not (tmp_path / "wrong.pt").exists()
+
+
+def test_damage_in_a_file_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
+    """A part of an export costs no read of the other weight files."""
+    export = exported(tmp_path / "run")
+    damage(export / "model-00002-of-00002.safetensors")
+    consolidate(export, tmp_path / "part", include="a")
+    assert load_file(tmp_path / "part" / "model.safetensors").keys() == {"a"}
+    with pytest.raises(IntegrityError, match="record of this export"):
+        consolidate(export, tmp_path / "other", include="b")
+
+
+def test_weight_files_without_the_record_of_their_export_are_converted(tmp_path: Path) -> None:
+    """Tools that pass over names with a dot leave it behind; only lengths are compared then."""
+    export = exported(tmp_path / "run")
+    next(export.rglob("output.json")).unlink()
+    assert convert(export, tmp_path / "ours", to="ckpt_storage").tensor_count
+
+
 def test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked(tmp_path: Path) -> None:
     """The same export at the target is a checkpoint in the way, as one of another tool is."""
     export = exported(tmp_path / "run")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tarfile
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import save as weights_of
 import ckpt_storage
 from ckpt_storage import (
     CheckpointManager,
+    FormatError,
     InvalidInputError,
     UnsafeContentError,
     consolidate,
@@ -30,6 +32,7 @@ from ckpt_storage import (
     copy,
     delete,
 )
+from ckpt_storage.integrations.file_entries import write_files
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -227,6 +230,27 @@ def test_no_record_of_a_zip_file_is_written_under_its_name(outside: Path) -> Non
     after = tree(outside)
     assert {path for path in after if not path.startswith("deep/dst")} == before.keys()
     assert all(after[path] == data for path, data in before.items())
+
+
+def test_no_member_of_a_tar_file_is_written_under_its_name(outside: Path) -> None:
+    """Old releases of torch saved tar files; they are refused."""
+    file = outside / "deep" / "a.pt"
+    with tarfile.open(file, "w") as archive:
+        for name in ("../../x", "/abs", "a/../../x", "storages", "tensors", "pickle"):
+            archive.addfile(tarfile.TarInfo(name))
+    before = tree(outside)
+    with pytest.raises(FormatError, match=r"no file of torch\.save"):
+        convert(file, outside / "deep" / "dst", to="safetensors", unsafe_pickle=True)
+    assert tree(outside) == before
+
+
+@pytest.mark.parametrize("name", [*UNSAFE, *UNSENDABLE[:2]])
+def test_no_file_that_an_integration_writes_lies_elsewhere(outside: Path, name: str) -> None:
+    """Names of files in a checkpoint of the Trainer or of Accelerate."""
+    before = tree(outside)
+    with pytest.raises(UnsafeContentError):
+        write_files(outside / "deep", {name: torch.zeros(1, dtype=torch.uint8)})
+    assert tree(outside) == before
 
 
 @pytest.mark.parametrize("name", UNSAFE)

@@ -33,7 +33,7 @@ def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
         "the model that transformers reads from it gives the same logits, bit for bit",
         "ok: the run ended inside the save of step 8",
         "ok: the newest committed checkpoint is step-00000004",
-        "ok: the torn one is refused",
+        "ok: the torn checkpoint is refused",
         "ok: the losses of steps 5 to 12 are bit-identical to the reference",
         "5. Resume on 1 instead of 2 ranks",
         "ok: the losses of 8 steps agree within",

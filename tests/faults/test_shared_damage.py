@@ -12,6 +12,8 @@ from reuse_cases import BASE, files_of, flip_a_byte, is_loaded, linked, state_of
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager, IntegrityError, KeepLatest, verify
+from ckpt_storage.inspect.verify import check_part
+from ckpt_storage.store.store import Store
 
 pytest.importorskip("xxhash", reason="the extra `reuse`")
 
@@ -126,6 +128,29 @@ def test_a_prune_keeps_the_only_checkpoint_without_the_damaged_file(
     assert restored is not None
     assert restored.step == 0
     assert dcp_cases.same(state, state_of(0))
+
+
+@pytest.mark.usefixtures("manager")
+def test_damage_that_is_found_while_another_checkpoint_is_checked_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The check of step 2, which read no values, is repeated; the prune keeps step 0."""
+    with CheckpointManager(tmp_path, keep=KeepLatest(2), pruning="manual") as other:
+        newest, root = other.latest(), other._root  # noqa: SLF001  # no other name for it
+        assert newest is not None
+
+        def check_part_later(store: Store, *, deep: bool) -> str | None:
+            save_id = check_part(store, deep=deep)
+            if not deep:
+                root.record_damaged(newest, "a wrong byte")
+            return save_id
+
+        with monkeypatch.context() as patched:
+            patched.setattr("ckpt_storage.manager.root.check_part", check_part_later)
+            other.prune()
+        restored = other.restore(dcp_cases.zeros_like(state_of()))
+    assert restored is not None
+    assert restored.step == 0
 
 
 def test_a_restore_skips_all_that_share_the_file(manager: CheckpointManager) -> None:

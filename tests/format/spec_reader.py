@@ -30,6 +30,12 @@ SIZES = {
     16: "complex128",
 }
 ITEM_BYTES = {name: size for size, listed in SIZES.items() for name in listed.split()}
+KEYS = {
+    "commit": "slot type write_id head",
+    "manifest": "save_id world_size tensors dtypes shapes layouts blobs planner_data files ranks "
+    "hosts stock",
+    "rank": "save_id rank world_size fqns dtypes boxes files",
+}
 COLUMNS = ("fqn", "dtype", "box", "item_start", "item_bytes", "payload_start", "payload_bytes")
 SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 WRONG = (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, zlib.error)
@@ -69,7 +75,12 @@ def unseal(data: bytes, kind: str) -> dict[str, Any]:
     json.loads(data[28:-2], object_pairs_hook=objects.append)
     need(all(len(dict(pairs)) == len(pairs) for pairs in objects), "a key twice")
     body: dict[str, Any] = json.loads(data[28:-2].decode())
+    # Neither NaN nor half of a surrogate pair.
+    json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
     need(body["format"] == f"ckpt_storage.{kind}/1", "format")
+    need(body.keys() >= {*KEYS[kind].split()}, "a key is missing")
+    dtypes = body.get("dtypes", [])
+    need(len({*dtypes}) == len(dtypes) and {*dtypes} <= ITEM_BYTES.keys(), "dtypes")
     return body
 
 
@@ -207,9 +218,9 @@ def whole(root: Path) -> SimpleNamespace:
     manifest = unseal(data, "manifest")
     world_size = manifest["world_size"]
     need((named["path"], manifest["save_id"]) == (path, save_id) and world_size <= 1 << 20, "other")
-    need({"stock", "planner_data"} <= manifest.keys() and "stock" in record, "a key is missing")
+    paths = names(manifest["planner_data"] or [])
+    need(len({*paths}) == len(paths) and "stock" in record, "a path twice, or no stock")
     dtypes = manifest["dtypes"]
-    need(len(set(dtypes)) == len(dtypes) and set(dtypes) <= ITEM_BYTES.keys(), "dtypes")
     table, listed, documents = (manifest[key] for key in ("tensors", "files", "ranks"))
     fqns = names(table["fqns"])
     keys = [column(table[key], len(fqns)) for key in ("dtype", "shape", "layout")]
@@ -219,7 +230,8 @@ def whole(root: Path) -> SimpleNamespace:
         kind, shape = dtypes[dtype], tuple(manifest["shapes"][form])
         tensors[fqn] = kind, np.zeros((*shape, ITEM_BYTES[kind]), dtype=np.uint8)
         for box, rank in layout(manifest["layouts"][cut], shape, world_size):
-            held[fqn, box[0]] = (rank, box)
+            if all(box[1]):
+                held[fqn, box[0]] = (rank, box)
     blobs = names(manifest["blobs"]["fqns"])
     owners = column(manifest["blobs"]["rank"], len(blobs), below=world_size)
     held.update(((name, None), (rank, None)) for name, rank in zip(blobs, owners, strict=True))

@@ -110,6 +110,28 @@ def test_no_record_of_an_export_names_a_file_elsewhere(document: str, name: str)
         decode(seal(body), "output.json")
 
 
+DOCUMENTS: dict[str, tuple[bytes, Callable[[bytes, str], object]]] = {
+    "names.json": (exports.Names(fingerprint=_PRINT).encode(), exports.Names.decode),
+    "job.json": (exports.Holder(fingerprint=_PRINT, run_id="1").encode(), exports.Holder.decode),
+    "output.json": REFS["files of an export record"],
+    "00001.json": REFS["file of a record of a sealed file"],
+}
+
+
+@pytest.mark.parametrize("fingerprint", ["../" * 21 + "x", "..", "/" * 64, "0" * 63 + "\n"])
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_fingerprint_that_is_none_is_refused(document: str, fingerprint: str) -> None:
+    """The folder of records and the suffix of weight files are its first digits."""
+    data, decode = DOCUMENTS[document]
+    assert decode(data, document)
+    body = {**unseal(data, path=document), "fingerprint": fingerprint}
+    with pytest.raises(FormatError, match="fingerprint"):
+        decode(seal(body), document)
+    metadata = {"save_id": _ID, "fingerprint": fingerprint}
+    index = json.dumps({"metadata": metadata, "weight_map": {}}).encode()
+    assert exports.IndexTag.of(index) is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", ["manifest", "stock"])
 def test_a_commit_record_names_documents_of_its_own_save_alone(key: str, name: str) -> None:

@@ -6,6 +6,7 @@ A change to one document of a checkpoint of two ranks; what loads and `verify` s
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,21 @@ def failure(checkpoint: cases.Checkpoint) -> BaseException | None:
     return cases.load_failure(checkpoint.root, dcp_cases.zeros_like(cases.small_state()))
 
 
+def list_a_chunk_without_elements(manifest: Any) -> None:
+    """Spell the grid of "rows" as a list, with a chunk behind the end that no rank wrote."""
+    number = manifest["tensors"]["layout"][manifest["tensors"]["fqns"].index("rows")]
+    grid = manifest["layouts"][number]
+    (size,) = manifest["shapes"][manifest["tensors"]["shape"][0]]
+    (starts,) = grid["cuts"]
+    stops = [*starts[1:], size]
+    manifest["layouts"][number] = {
+        "ndim": [1] * (len(starts) + 1),
+        "offsets": [*starts, size],
+        "sizes": [*(b - a for a, b in zip(starts, stops, strict=True)), 0],
+        "ranks": [*grid["ranks"], 0],
+    }
+
+
 SOUND: dict[str, tuple[str, Change]] = {
     "pid is a text": ("rank", lambda body: body.update(pid="job-7")),
     "pid of the slot is a text": ("slot", lambda body: body.update(pid="job-7")),
@@ -60,6 +76,7 @@ SOUND: dict[str, tuple[str, Change]] = {
     "writer is a text": ("manifest", lambda body: body.update(writer="by hand")),
     "created_at is a number": ("manifest", lambda body: body.update(created_at=5)),
     "no ties": ("manifest", lambda body: body.update(ties=None)),
+    "a chunk without elements and item": ("manifest", list_a_chunk_without_elements),
     "a user of any form": ("slot", lambda body: body.update(user={"a": [{"b": None}] * 3})),
 }
 
@@ -82,6 +99,17 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "an unknown dtype": ("manifest", lambda body: body["dtypes"].append("float7")),
     "a dtype twice": ("manifest", lambda body: body["dtypes"].append(body["dtypes"][0])),
     "a rank manifest of another world": ("rank", lambda body: body.update(world_size=9)),
+    "a slot without write_id": ("slot", lambda body: body.pop("write_id")),
+    "a manifest without hosts": ("manifest", lambda body: body.pop("hosts")),
+    "a rank manifest without boxes": ("rank", lambda body: body.pop("boxes")),
+    "half of a surrogate pair": ("slot", lambda body: body.update(user={"a": "\ud800"})),
+    "a number that is no JSON": ("slot", lambda body: body.update(user={"a": math.nan})),
+    "an unknown dtype of a rank": ("rank", lambda body: body["dtypes"].append("float7")),
+    "a dtype of a rank twice": ("rank", lambda body: body["dtypes"].append(body["dtypes"][0])),
+    "a path twice": (
+        "manifest",
+        lambda body: body["planner_data"].append(body["planner_data"][0]),
+    ),
     "ties of unknown names": ("rank", lambda body: body.update(ties={"none": "nobody"})),
 }
 
@@ -133,6 +161,22 @@ def test_verify_holds_the_slot_to_the_manifest(checkpoint: cases.Checkpoint) -> 
     checkpoint.change(checkpoint.slot, lambda body: body.update(stock=None))
     files = {problem.file for problem in verify(checkpoint.root).problems}
     assert slot_path(1) in files
+
+
+def test_verify_misses_the_published_metadata(checkpoint: cases.Checkpoint) -> None:
+    """If the head has `stock`, `.metadata` exists."""
+    (checkpoint.root / ".metadata").unlink()
+    assert {problem.file for problem in verify(checkpoint.root).problems} == {".metadata"}
+    spec_reader.read(checkpoint.root)
+
+
+def test_verify_reports_the_metadata_of_an_older_save(checkpoint: cases.Checkpoint) -> None:
+    """Otherwise there is none: stock torch would load another save."""
+    for path in (checkpoint.manifest, checkpoint.slot):
+        checkpoint.change(path, lambda body: body.update(stock=None, stock_entries=None))
+    assert {problem.file for problem in verify(checkpoint.root).problems} == {".metadata"}
+    (checkpoint.root / ".metadata").unlink()
+    assert verify(checkpoint.root).ok
 
 
 @pytest.mark.parametrize("key", ["format", "save_id"])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cli_tools import answer
 from fork_server import run_script
+from hostile_names import UNSAFE, tree
 from integration_tools import ROOT, need
 from safetensors.torch import load_file
 
@@ -279,6 +280,35 @@ def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     metadata.write_bytes(pickle.dumps({"version": print}))
     with pytest.raises(UnsafeContentError, match=r"builtins\.print"):
         ckpt_storage.convert(tmp_path / "native/step-1", tmp_path / "ours", to="ckpt_storage")
+
+
+@pytest.mark.parametrize("name", [*UNSAFE, "s3:b"])
+def test_metadata_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    """Nothing outside the folder is read, and nothing is written."""
+    source, target = tmp_path / "deep" / "a", tmp_path / "deep" / "ours"
+    source.mkdir(parents=True)
+    of_items(source, {"model": [{"w": torch.ones(4)}] * 2})
+    for path in ("x", "deep/x"):
+        torch.save({"w": torch.zeros(4)}, tmp_path / path)
+    content = pickle.loads((source / "metadata.pkl").read_bytes())
+    info = {"serialization_format": {"type": "TorchSerialization"}, "file_path": name}
+    content["metadata"]["model"]["rank_to_layout_info"][0] = info
+    (source / "metadata.pkl").write_bytes(pickle.dumps(content))
+    before = tree(tmp_path)
+    with pytest.raises(UnsafeContentError, match=r"metadata\.pkl"):
+        ckpt_storage.convert(source, target, to="ckpt_storage")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["../x", "../../x", "a/b", "a\\b", "..", ""])
+def test_no_name_of_an_item_becomes_a_path_elsewhere(tmp_path: Path, name: str) -> None:
+    """Their manager names a file of each item after the key of the state, which it checks."""
+    ckpt_storage.save({name: torch.ones(2), "step": 1}, tmp_path / "ours")
+    (tmp_path / "deep").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="Invalid checkpoint keys"):
+        convert_to_native(tmp_path / "ours", tmp_path / "deep/native")
+    assert tree(tmp_path) == before
 
 
 def test_a_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:

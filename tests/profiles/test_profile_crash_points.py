@@ -9,6 +9,7 @@ from commit_tools import IN_TURN, take_in_turn
 from profiles import Service, profile_server, service
 
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.testing.s3_server import crash_rules
 
 __all__ = ["profile_server", "service"]
@@ -20,6 +21,10 @@ def test_a_save_that_dies_leaves_the_old_or_the_new(
 ) -> None:
     """After a death at any request one of the two is loaded, and the next save works."""
     take_in_turn(monkeypatch, IN_TURN[0])
+    if service.server.profile == "flaky-bytes":
+        # `test_flipped_reads` shows that the second read takes a new connection. A new client for
+        # each wrong byte takes fifty times as long as the read.
+        monkeypatch.setattr(S3Backend, "drop_caches", lambda *_: None)
     old = 1 if is_overwrite else None
     before: dict[str, bytes] = {}
     if is_overwrite:

@@ -12,6 +12,12 @@ from ckpt_storage import Timeouts
 PACKAGE = Path(ckpt_storage.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "save-protocol.md"
 
+ROOMS = (
+    *("background", "commit", "coordination", "dcp", "export", "loads", "manager", "saves"),
+    *("source", "store", "transfer"),
+)
+"""Rooms that ranks run: not the command line, `doctor` and what users test with."""
+
 
 def test_the_page_has_the_constants_of_the_code() -> None:
     """Each row of the table names a constant, its value and its module."""
@@ -27,16 +33,20 @@ def test_the_page_has_the_constants_of_the_code() -> None:
 
 
 def test_the_page_has_every_constant_of_its_rooms() -> None:
-    """Those of coordination and background: names that end in `_S`."""
+    """Those of all rooms below: names that end in `_S`, but no rates."""
     page = PAGE.read_text("utf-8")
+    modules = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path.read_text("utf-8")
+        for room in ROOMS
+        for path in (PACKAGE / room).rglob("*.py")
+    }
     missing = [
-        f"{room}.{path.stem}.{name}"
-        for room in ("coordination", "background")
-        for path in (PACKAGE / room).glob("*.py")
-        for name in vars(import_module(f"ckpt_storage.{room}.{path.stem}"))
-        if re.fullmatch(r"_?[A-Z_]+_S", name)
-        and re.search(rf"^{name}\b|, {name}\b.* = ", path.read_text("utf-8"), re.MULTILINE)
-        and not re.search(rf"\| `{name}` \| [0-9.]+ \| `{room}\.{path.stem}` \|", page)
+        f"{module}.{name}"
+        for module, source in modules.items()
+        for names in re.findall(r"^(_?[A-Z]\w*_S\b[^:=]*)[:=]", source, re.MULTILINE)
+        for name in names.replace(" ", "").split(",")
+        if not name.endswith("BYTES_PER_S")
+        and not re.search(rf"\| `{name}` \| [0-9.]+ \| `{re.escape(module)}` \|", page)
     ]
     assert missing == []
 

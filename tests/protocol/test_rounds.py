@@ -383,10 +383,12 @@ def test_a_failure_that_only_the_claim_reads_reaches_all_ranks_before_the_deadli
         if (operation.rank, stage) == (1, "writing"):
             threading.Thread(target=cancel, args=[operation], daemon=True).start()
 
-    ended = values(run(group(store, 3), lambda ranks: rolling(ranks, 1, inside=inside)))
-    for error in (ended[0], ended[2]):
+    ended = run(group(store, 3), lambda ranks: rolling(ranks, 1, inside=inside))
+    for rank in (ended[0], ended[2]):
+        error = rank.value
         assert isinstance(error, SaveCancelledError), error
         assert error.rank == 1
+        assert rank.wall_s < LONG.silence
 
 
 # Cancels from another thread.

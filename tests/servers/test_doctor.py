@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tracemalloc
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from front_door_cases import faulty_disk
 from limits import HANG_S
 from servers import Running, served
 
@@ -18,6 +20,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 ONCE = RetryPolicy(attempt_count=1)
@@ -49,6 +52,22 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
     finally:
         tracemalloc.stop()
     assert peak_bytes < 24 * MIB
+
+
+@pytest.mark.parametrize("name", ["small-", "large-"])
+def test_on_a_full_disk_what_was_not_written_is_not_read(tmp_path: Path, name: str) -> None:
+    """The row of the write has the reason; those after it are skipped, and have no rate."""
+    full = Rule(action="error", operation="pwritev", path=name, errno=errno.ENOSPC, hit_count=None)
+    with faulty_disk([full]):
+        found = diagnose(tmp_path, large_bytes=MIB, retry=ONCE)
+    (failed,) = [probe for probe in found.probes if probe.outcome == "no"]
+    assert failed.name == {"small-": "write", "large-": "upload"}[name]
+    assert "space" in failed.detail
+    rows = {probe.name: probe for probe in found.probes}
+    assert rows["download"].outcome == "skipped"
+    assert (rows["download"].seconds, rows["download"].size_bytes) == (None, 0)
+    assert not found.ok
+    assert list(tmp_path.iterdir()) == []
 
 
 def seen(server: S3Server, large_bytes: int = MIB, **options: Any) -> Diagnosis:

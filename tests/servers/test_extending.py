@@ -171,7 +171,7 @@ def test_the_example_on_s3(moto_server: Running, moto_root: Running, tmp_path: P
     code, output = example(moto_root.url, place, {}, tmp_path)
     assert code == 1
     # The log line of the failed save comes first.
-    assert "\ncredentials: none were found" in output, output
+    assert "\ncredentials: there are none" in output, output
     code, output = example(moto_root.url, {"secret": "env:MY_SECRET"}, {}, tmp_path)
     assert (code, output) == (1, "secret: the environment has no MY_SECRET\n")
 

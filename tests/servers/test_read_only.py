@@ -6,11 +6,13 @@ Ranges are those of RFC 9110, section 14: a server may ignore them and answer 20
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import tarfile
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
+from hostile_names import tree
 from safetensors.torch import load_file
 from servers import send
 
@@ -33,6 +36,7 @@ from ckpt_storage import (
     InvalidInputError,
     RetryPolicy,
     StorageError,
+    UnsafeContentError,
     UnsupportedByStoreError,
 )
 
@@ -266,6 +270,17 @@ def test_weight_files_are_read_over_http(tmp_path: Path, max_file_bytes: str) ->
     assert same(tensors, STATE["model"])
 
 
+@pytest.mark.parametrize("name", ["../x", "/x", "http://127.0.0.1:9/x", "a/../../x"])
+def test_an_index_over_http_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    """HTTP has no listing; what the index names beside the folder is not requested."""
+    (tmp_path / "www" / "run").mkdir(parents=True)
+    index = {"weight_map": {"w": name}}
+    (tmp_path / "www" / "run" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with served(tmp_path / "www") as server, pytest.raises(UnsafeContentError, match="unsafe"):
+        ckpt_storage.open_checkpoint(f"{server.url}/run")
+    assert all(path.startswith("/run/") for _, path, _ in server.requests)
+
+
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     """A stock checkpoint whose values are gone is damaged, not absent."""
     dcp.save(STATE, checkpoint_id=tmp_path / "www" / "run", no_dist=True)
@@ -377,6 +392,28 @@ def test_a_compressed_archive_under_another_name_needs_an_option(tmp_path: Path)
     options["compression"] = "gzip"
     ckpt_storage.load(target := _empty(), "tar://run", storage_options=options)
     assert same(target, STATE)
+
+
+@pytest.mark.parametrize("name", ["../x", "./run/../../x", "run/a/../../../x", "run/a\\b"])
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_no_member_of_an_archive_is_copied_elsewhere(tmp_path: Path, kind: str, name: str) -> None:
+    """Archives keep names as their writers spelt them."""
+    inside, target = tmp_path / "www" / "run", tmp_path / "deep" / "copy"
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=inside, no_dist=True)
+    (tmp_path / "deep").mkdir()
+    options = {"fo": shutil.make_archive(str(tmp_path / "all"), kind, tmp_path / "www")}
+    if kind == "zip":
+        with zipfile.ZipFile(options["fo"], "a") as archive:
+            archive.writestr(name, b"evil")
+    else:
+        with tarfile.open(options["fo"], "a") as archive:
+            archive.addfile(tarfile.TarInfo(name))
+    before = tree(tmp_path)
+    with contextlib.suppress(UnsafeContentError):
+        ckpt_storage.copy(f"{kind}://run", target, storage_options=options)
+    after = {path: data for path, data in tree(tmp_path).items() if not path.startswith("deep/")}
+    assert after == {path: data for path, data in before.items() if not path.startswith("deep/")}
+    assert set(tree(tmp_path / "deep")) <= {"copy", "copy/.metadata", "copy/__0_0.distcp"}
 
 
 def test_a_file_that_an_archive_links_is_read(tmp_path: Path) -> None:

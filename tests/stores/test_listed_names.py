@@ -65,6 +65,22 @@ def test_a_deletion_through_fsspec_removes_no_file_with_an_unsafe_name(
     assert removed == ["bkt/run/saves/good"]
 
 
+@pytest.mark.parametrize("name", [".a\\..\\x", f".a\\..\\{'x' * 60}", ".a\n"])
+def test_no_unfinished_file_with_an_unsafe_name_is_removed(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A file system with backslashes would remove a file outside the folder."""
+    removed: list[str] = []
+    monkeypatch.setattr(RawBucket, "rm_file", lambda _fs, path: removed.append(path), raising=False)
+    end = ".tmp-0123456789abcdef"
+    with bucket_of("generic", {f".good{end}": b"", f"{name}{end}": b""}, server) as (url, _):
+        store = open_store(url)
+        assert [upload.token for upload in store.open_uploads("")] == [f".good{end}"]
+        store.abort_uploads("")
+        store.close()
+    assert removed == [f"bkt/run/.good{end}"]
+
+
 ONE = memoryview(b"1")
 WRITES: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("link/new", b"1"),

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from limits import HANG_S
 from remote_tools import KEY, ONCE, SECRET
 
 import ckpt_storage
@@ -47,7 +48,7 @@ def answering(answer: Callable[[bytes], bytes]) -> Iterator[str]:
 def s3_at(place: str) -> Store:
     inner = {"endpoint_url": f"http://{place}", "region_name": "us-east-1"}
     options = {"key": KEY, "secret": SECRET, "client_kwargs": inner}
-    limit = Timeouts(request=20)
+    limit = Timeouts(request=HANG_S)
     return open_store("s3://bkt/run", storage_options=options, retry=ONCE, timeouts=limit)
 
 

@@ -315,7 +315,7 @@ class Scenario(NamedTuple):
     """What was there before, who comes at the same time, and how the schedules are chosen.
 
     `bound` is that of `Preempting`, `seeds` how many `Wandering` schedules there are besides.
-    `ends`: whether checkpoints are deleted meanwhile, or slots of deleted ones removed.
+    `ends`: whether checkpoints are deleted meanwhile, or slots of deleted checkpoints removed.
     """
 
     name: str
@@ -351,7 +351,7 @@ SCENARIOS = (
 def check_schedules(
     capabilities: Capabilities, scenario: Scenario, seeds: range, *, systematic: bool
 ) -> str:
-    """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
+    """Play systematic schedules, if `systematic`, and those of seeds; return their counts."""
     ends, count, steps = scenario.ends, 0, 0
     # Removers have the most schedules, and notice changes only by conditions.
     bound = scenario.bound if capabilities.if_match or ends != "removes" else 0

@@ -10,9 +10,9 @@ requests and replies, broken connections, a stopped store, requests that arrive 
   skipped call where steps are unknown, for each error of an unknown operation, and for each number
   that an earlier incarnation gave up.
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
-  one that is not.
+  a save that is not.
 * I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
-  none in a round that has failed, if the coordinator has come to it and can reach the store.
+  none in a round that has failed, if the coordinator has entered it and can reach the store.
 * I6 The coordinator deletes the files of a failed attempt only after all ranks have left it.
 
 A deadline expires at any time, which is a fault, or where nothing else can happen. Keys of earlier

@@ -57,7 +57,7 @@ def make(kind: str, state: dict[str, Any], path: Path) -> None:
         path.mkdir()
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         dcp.save(state, storage_writer=writer, no_dist=True)
-    else:  # "safetensors", or "unindexed" ones
+    else:  # "safetensors", or "unindexed"
         path.mkdir(parents=True)
         files = {name: f"{at % 3}.safetensors" for at, name in enumerate(sorted(state))}
         for file in {*files.values()}:

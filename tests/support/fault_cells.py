@@ -39,8 +39,8 @@ class Hold:
     victim, another rank, or "both". `where` names the call in which it asks instead.
 
     `hit_count` requests are withheld before the fault comes. `coordinator_step` and `member_step`
-    are where ranks wait whose part is done; "" is the operation's usual one. `files` says which
-    weight file each tensor goes into.
+    are the calls in which ranks wait that have done their share; "" is the operation's usual call.
+    `files` says which weight file each tensor goes into.
     """
 
     names: AbstractSet[str]

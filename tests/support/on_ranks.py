@@ -45,7 +45,7 @@ def _run(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 def gathered(value: object = None) -> list[Any]:
-    """Return what every rank gives, in order of rank; all have come by then."""
+    """Return the values of all ranks, in order of rank, once all have called this."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -206,7 +206,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Coming = tuple[str, Job]
-"""Who comes, and what it does as a process of its own would."""
+"""An actor and its job, which it runs as a process of its own would."""
 
 
 def reading(step: int) -> Coming:
@@ -294,7 +294,7 @@ RACES: Mapping[str, tuple[list[Coming], set[int], int]] = {
     ),
     "a pruner and a user who deletes the newest by hand": ([pruning(ONE), deleting(6)], set(), 1),
 }
-"""Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
+"""Simultaneous actors, the steps that stay in any case, and the bound of `Preempting`."""
 
 
 def check_actors(actors: Iterable[Actor], disk: tools.Disk) -> list[str]:

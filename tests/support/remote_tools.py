@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fsspec.registry import _registry
+from limits import HANG_S
 from servers import Running
 
 from ckpt_storage.options import RetryPolicy, Timeouts
@@ -37,7 +38,7 @@ def options_of(server: S3Server) -> dict[str, Any]:
 def plain(
     server: S3Server,
     url: str = "s3://bkt/run",
-    request_timeout_s: float = 20,
+    request_timeout_s: float = HANG_S,
     policy: RetryPolicy = ONCE,
 ) -> Store:
     """Return a store without retries."""
@@ -49,7 +50,7 @@ def plain(
     )
 
 
-def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
+def retrying(server: S3Server, *, request_timeout_s: float = HANG_S) -> Store:
     return plain(server, request_timeout_s=request_timeout_s, policy=POLICY)
 
 

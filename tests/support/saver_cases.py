@@ -93,7 +93,7 @@ _GONE = " (deleted)"
 
 
 def named_memory(pid: int) -> set[str]:
-    """Return the files in `/dev/shm` that a process has mapped or open, but for unlinked ones.
+    """Return the files in `/dev/shm` that a process has mapped or open, without unlinked files.
 
     By process: other tests and programs come and go there meanwhile.
     """

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from limits import HANG_S
 from raw_clients import RawClient
 from servers import Running
 
@@ -36,11 +37,11 @@ class SuiteAt(StoreSuite):
 
     @pytest.fixture
     def backend(self, location: Location) -> Backend:
-        return self.opened(location, Settings(request_timeout_s=30.0))
+        return self.opened(location, Settings(request_timeout_s=HANG_S))
 
     @pytest.fixture
     def other(self, location: Location) -> Backend:
-        return self.opened(location, Settings(request_timeout_s=31.0))
+        return self.opened(location, Settings(request_timeout_s=HANG_S + 1))
 
     @pytest.fixture
     def raw(self, root_of_suite: Running) -> RawWrite | None:

@@ -154,6 +154,23 @@ def test_every_selection_gets_what_slicing_gives(
         assert torch.equal(one.tensor, expected.to(one.tensor.dtype))
 
 
+@pytest.mark.parametrize("start", [1, 700, 1023])
+def test_a_long_selection_that_begins_within_a_block_arrives(start: int) -> None:
+    """Its first bytes are read with their block, the other blocks into the target."""
+    files: dict[str, bytearray] = {}
+    values = (torch.arange(40 * KIB) % 197).to(torch.uint8)
+    one = TensorRead(
+        place=stored(files, "f", values, 100),
+        item_bytes=1,
+        chunk_sizes=tuple(values.shape),
+        where=(range(start, len(values)),),
+        tensor=torch.zeros(len(values) - start, dtype=torch.uint8),
+        dtype=torch.uint8,
+    )
+    read([one], files, TINY, part_bytes=16 * KIB)
+    assert torch.equal(one.tensor, values[start:])
+
+
 def test_a_window_is_copied_out_by_few_copies() -> None:
     """At most two boxes more for each dimension, however many rows lie between its ends."""
     shape = (50, 40, 30)

@@ -232,7 +232,8 @@ class FsspecBackend(ClientBackend):
                     yield _upload_of(info)
         for page in self._pages(prefix.strip("/"), recursive=True):
             for info in page:
-                if is_temp_name(info.path.rpartition("/")[2]):
+                is_temporary = is_temp_name(info.path.rpartition("/")[2])
+                if is_temporary and path_flaw(info.path) is None:
                     yield _upload_of(info)
 
     def close(self) -> None:
