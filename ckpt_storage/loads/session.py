@@ -157,8 +157,9 @@ class LoadSession:
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
             deadline = self._begin("load")
             self._opened = store
-            options = settings.transfer_options(is_remote=store.capabilities.is_remote)
-            self._source = open_source(store.bounded(deadline), options)
+            with deadline.annotate_errors(f"Opening {store.url}"):
+                options = settings.transfer_options(is_remote=store.capabilities.is_remote)
+                self._source = open_source(store.bounded(deadline), options)
             self._stored_names = None
             if settings.rename is not None:
                 fqns = [*self._source.tensors, *sorted(self._source.blobs)]

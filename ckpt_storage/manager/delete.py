@@ -63,16 +63,17 @@ def delete(
     if path is None or path.is_dir():
         store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy())
         store = store.bounded(Deadline.of(timeouts, "commit"))
-        slots = read_log(store)
-        if not is_foreign(store, slots):
-            has_saves = slots.head is not None or bool(attempts_there(store))
-            is_deleted = has_saves and delete_with_exports(store, expected_save_id)
-        elif not missing_ok:
-            raise InvalidInputError(
-                f"{location.url} was written by another tool.",
-                path=location.url,
-                next_step="Delete it with that tool, or as a folder.",
-            )
+        with store.deadline.annotate_errors(f"Deleting {location.url}"):
+            slots = read_log(store)
+            if not is_foreign(store, slots):
+                has_saves = slots.head is not None or bool(attempts_there(store))
+                is_deleted = has_saves and delete_with_exports(store, expected_save_id)
+            elif not missing_ok:
+                raise InvalidInputError(
+                    f"{location.url} was written by another tool.",
+                    path=location.url,
+                    next_step="Delete it with that tool, or as a folder.",
+                )
     if not is_deleted and not missing_ok:
         what = "checkpoint" if expected_save_id is None else f"save {expected_save_id}"
         raise CheckpointNotFoundError(

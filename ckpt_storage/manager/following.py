@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError, StorageError
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
@@ -102,10 +102,11 @@ class _Follower:
         self._poll_count += 1
         deadline = Deadline.of(root.timeouts, "load")
         try:
-            names = [name for name in root.list_own_folders(deadline) if self._is_wanted(name)]
-            states = root.read_states(self._to_read(names), deadline, fresh=True)
-        except StorageError as error:
-            if not error.retryable:
+            with deadline.annotate_errors(f"Listing {root.location.url}"):
+                names = [name for name in root.list_own_folders(deadline) if self._is_wanted(name)]
+                states = root.read_states(self._to_read(names), deadline, fresh=True)
+        except (StorageError, PhaseTimeoutError) as error:
+            if not error.retryable and not isinstance(error, PhaseTimeoutError):
                 raise
             log.warning("%s: the next poll looks again: %s", root.location.url, error)
             return []

@@ -54,8 +54,10 @@ def list_checkpoints(
         location, StepNames(), timeouts=timeouts, retry=retry, recorded_steps=True, usage=usage
     )
     deadline, infos = Deadline("load", timeouts.load), list[CheckpointInfo]()
-    names = sorted(root.list_folders(deadline), key=natural)
-    for state in root.read_states(names, deadline, fresh=True).values():
+    with deadline.annotate_errors(f"Listing {location.url}"):
+        names = sorted(root.list_folders(deadline), key=natural)
+        states = root.read_states(names, deadline, fresh=True)
+    for state in states.values():
         if isinstance(state.problem, StorageError):
             infos.append(
                 CheckpointInfo(
@@ -72,8 +74,9 @@ def list_all(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     infos = list[CheckpointInfo]()
     # Of two copies of a save, the copy of the first root is last.
     for root in reversed(roots):
-        names = root.list_own_folders(deadline)
-        infos += filter(None, map(_info_of, root.read_states(names, deadline, fresh=True).values()))
+        with deadline.annotate_errors(f"Listing {root.location.url}"):
+            states = root.read_states(root.list_own_folders(deadline), deadline, fresh=True)
+        infos += filter(None, map(_info_of, states.values()))
     by_name = {info.name: info for info in sorted(infos, key=begun_s)}
     return sorted(by_name.values(), key=by_step)
 
@@ -86,12 +89,14 @@ def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[Ro
 
 def find_newest(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
     """Return the newest committed checkpoint that is whole and not known to be damaged."""
-    for _, state in newest_first(roots, deadline):
-        damage = damage_of(state)
-        if damage is not None:
-            log.warning("%s is skipped, and an older checkpoint is taken: %s", state.url, damage)
-        if state.info is not None and not state.is_damaged and not state.info.part:
-            return state.info
+    with deadline.annotate_errors(f"Listing {' and '.join(root.location.url for root in roots)}"):
+        for _, state in newest_first(roots, deadline):
+            damage = damage_of(state)
+            if damage is not None:
+                text = "%s is skipped, and an older checkpoint is taken: %s"
+                log.warning(text, state.url, damage)
+            if state.info is not None and not state.is_damaged and not state.info.part:
+                return state.info
     return None
 
 

@@ -102,11 +102,12 @@ class Pruner:
         if not self._lock.acquire(timeout=deadline.remaining_s()):
             raise deadline.error(f"Another prune of {self._root.location.url}")
         try:
-            plan, tombstones = self._plan(deadline, is_dry_run=dry_run)
-            if dry_run:
-                return plan
-            self.last_report = self.execute(plan, deadline, tombstones)
-            self._warn_of_higher_steps(plan.newest)
+            with deadline.annotate_errors(f"Pruning {self._root.location.url}"):
+                plan, tombstones = self._plan(deadline, is_dry_run=dry_run)
+                if dry_run:
+                    return plan
+                self.last_report = self.execute(plan, deadline, tombstones)
+                self._warn_of_higher_steps(plan.newest)
             return self.last_report
         finally:
             self._lock.release()

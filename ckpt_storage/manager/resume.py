@@ -174,7 +174,8 @@ class Resumer:
                 self._roots, self._name = self._select()
                 self._url = " and ".join(root.location.url for root in self._roots)
             deadline = operation.phase("load")
-            choice = choose(deadline) if operation.is_coordinator else None
+            with deadline.annotate_errors(f"Choosing a checkpoint below {self._url}"):
+                choice = choose(deadline) if operation.is_coordinator else None
             agreed: tuple[_T, int]
             agreed = operation.broadcast((choice, self._count_before + 1))  # type: ignore[assignment]  # the coordinator's
         choice, self.restore_count = agreed

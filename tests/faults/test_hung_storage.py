@@ -162,3 +162,53 @@ def test_a_look_at_metadata_that_hangs_is_told_and_fails_no_load(
     ckpt_storage.load(target, url, storage_options=options, timeout=timeout)
     assert target["w"].tolist() == [1.0] * 3
     assert ".metadata" in caplog.text
+
+
+def _restore(root: str, **options: Any) -> None:
+    with ckpt_storage.CheckpointManager(root, **options) as manager:
+        manager.restore({"w": torch.ones(4)})
+
+
+def _latest(root: str, **options: Any) -> None:
+    with ckpt_storage.CheckpointManager(root, **options) as manager:
+        manager.latest()
+
+
+def _load(root: str, **options: Any) -> None:
+    ckpt_storage.load({"w": torch.ones(4)}, f"{root}/step-00000001", **options)
+
+
+def _delete(root: str, **options: Any) -> None:
+    ckpt_storage.delete(f"{root}/step-00000001", **options)
+
+
+def _prune(root: str, **options: Any) -> None:
+    ckpt_storage.prune(root, ckpt_storage.KeepLatest(1), dry_run=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [
+        (_load, "load"),
+        (_restore, "load"),
+        (_latest, "load"),
+        (ckpt_storage.list_checkpoints, "load"),
+        (_prune, "commit"),
+        (_delete, "commit"),
+    ],
+)
+def test_a_call_that_cannot_read_what_is_there_in_time_names_its_phase(
+    call: Callable[..., object], phase: str
+) -> None:
+    """The deadline of a phase may pass before the first byte of a tensor is read."""
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        options: dict[str, Any] = {"storage_options": server.storage_options}
+        for step in (1, 2):
+            ckpt_storage.save({"w": torch.ones(4)}, f"s3://bucket/run/step-{step:08d}", **options)
+        server.faults([FaultRule(action="hang", op="get", times=0)])
+        timeout = ckpt_storage.Timeouts(load=1.0, commit=1.0)
+        with pytest.raises(ckpt_storage.PhaseTimeoutError) as caught:
+            call("s3://bucket/run", timeout=timeout, **options)
+        server.faults([])
+    assert (caught.value.phase, caught.value.timeout_s) == (phase, 1.0)
