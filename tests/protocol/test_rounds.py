@@ -35,7 +35,8 @@ from rank_threads import (
 
 from ckpt_storage.background.messages import HeartbeatRequest
 from ckpt_storage.background.worker import _send_heartbeats
-from ckpt_storage.coordination import operation, operation_rounds
+from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination import operation_rounds
 from ckpt_storage.coordination.failure_detector import FailureDetector
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.heartbeats import Heartbeats, heartbeat_keys
@@ -141,7 +142,7 @@ def test_ranks_of_unequal_steps_wait_for_a_dead_rank_until_their_deadline_and_no
 ) -> None:
     """The number is abandoned when all have arrived, or then; each error has both steps."""
     # Members give up after the coordinator, also on a slow machine.
-    monkeypatch.setattr(operation, "_MEMBER_GRACE_S", 3.0)
+    monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 3.0)
     ranks = group(SharedStore(), 3)
     live = [rank for rank in ranks if steps[rank.rank] is not None]
     timeouts = Timeouts(plan=0.5)
