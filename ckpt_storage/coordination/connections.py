@@ -108,7 +108,13 @@ def _socket_names() -> dict[str, int]:
 
 def _with_socket(descriptor: int, name: str, action: Callable[[socket.socket], _T]) -> _T | None:
     """Return what `action` returns for a socket; None if it fails, or the socket is closed."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+    # Of a type that does not block, the object leaves the socket as it is; else it makes it
+    # non-blocking, for torch as well, if the process has set `socket.setdefaulttimeout`.
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(type=kind, fileno=os.dup(descriptor)) as duplicate,
+    ):
         # The descriptor may be that of another file by now.
         if str((_DESCRIPTORS / str(duplicate.fileno())).readlink()) == name:
             return action(duplicate)

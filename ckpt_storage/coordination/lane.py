@@ -63,7 +63,7 @@ class Lane:
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
         self.identities: dict[int, dict[int, Identity]] = {}
-        self._met_number = 0
+        self._met_number = self._returned_number = 0
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session also count in the next session.
@@ -101,6 +101,16 @@ class Lane:
     def pass_over(self) -> None:
         """Note that this rank takes no part in the operation of its number."""
         self.identities[self.number].pop(self.global_ranks[self.rank], None)
+
+    def can_return(self, abandoned: Identity) -> bool:
+        """Return whether a late read may return its number to the next call: once for each number.
+
+        `abandoned` is the operation for which the number was abandoned.
+        """
+        if abandoned.is_read or self.number <= self._returned_number:
+            return False
+        self._returned_number = self.number
+        return True
 
     # Sessions.
 
@@ -151,7 +161,8 @@ class Lane:
         self._enter(session)
 
     def _enter(self, session: str) -> None:
-        self.session, self.number, self._met_number = session, 0, 0
+        self.session = session
+        self.number = self._met_number = self._returned_number = 0
         self.identities.clear()
         self._unreported = [
             _Unreported(number=number, owned=None, release=failed)

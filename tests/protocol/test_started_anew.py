@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -19,9 +20,15 @@ from limits import HANG_S
 from rank_threads import Fault, SharedStore
 
 from ckpt_storage import CheckpointError, PhaseTimeoutError, SaveCancelledError, Timeouts
+from ckpt_storage.coordination.connections import _socket_names, _sockets
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.keyvalue import KeyValues, LostStoreError, StoreClient
+from ckpt_storage.coordination.keyvalue import (
+    KeyValues,
+    LostStoreError,
+    StoreAddress,
+    StoreClient,
+)
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.store.threads import TimedPool
 
@@ -313,6 +320,22 @@ def test_ranks_keep_two_connections_and_replace_those_that_break(server: dist.TC
         assert threads.values(threads.run(ranks, partial(body, cuts=True))) == [[0, 1]] * 2
         for _ in range(2):
             assert threads.values(threads.run(ranks, body)) == [[0, 1]] * 2
+
+
+def test_connections_block_whatever_the_default_timeout_of_sockets(server: dist.TCPStore) -> None:
+    """A call of torch's in a socket that does not block fails if the answer is not there yet."""
+    address = StoreAddress(host="127.0.0.1", port=server.port)
+    before_s = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(HANG_S)
+    try:
+        client = StoreClient(address.connect, address)
+        client.call("check", ["key"], timeout_s=HANG_S)
+    finally:
+        socket.setdefaulttimeout(before_s)
+    present = _socket_names()
+    ours = [present[name] for name in _sockets if name in present]
+    assert ours
+    assert all(os.get_blocking(descriptor) for descriptor in ours)
 
 
 def test_what_is_removed_while_it_is_read_is_not_waited_for(server: dist.TCPStore) -> None:
