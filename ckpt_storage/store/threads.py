@@ -36,21 +36,24 @@ _ABANDONED: set[_Worker] = set()
 # A child of fork has none of its parent's threads.
 os.register_at_fork(after_in_child=_ABANDONED.clear)
 
-_HALT = threading.Event()
+_halted: set[int] = set()
+"""The daemon threads of a process that exits, by identifier."""
+
 _serving = threading.local()
 
 
 def halt_threads() -> None:
-    """From now on park daemon threads that begin a call here or call `park_if_exiting`.
+    """From now on park the present daemon threads that begin a call here or call `park_if_exiting`.
 
-    As the interpreter exits, a thread that returns from C++ would crash the process.
+    As the interpreter exits, a thread that returns from C++ would crash the process. Threads of a
+    save that a later handler of `atexit` makes are not parked.
     """
-    _HALT.set()
+    _halted.update(thread.ident or 0 for thread in threading.enumerate() if thread.daemon)
 
 
 def park_if_exiting() -> None:
-    """Block for ever if the interpreter is exiting and this is a daemon thread."""
-    if _HALT.is_set() and threading.current_thread().daemon:
+    """Block for ever if the interpreter is exiting and this is a daemon thread of before."""
+    if threading.get_ident() in _halted:
         threading.Event().wait()
 
 
