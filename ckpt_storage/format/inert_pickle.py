@@ -260,8 +260,6 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
     match kind, args:
         case ("dtype", (str(name), False, True)) if _NUMBER.fullmatch(name):
             return Record(kind, args)
-        case ("_reconstruct", (Global(name="numpy.ndarray"), (0,), b"b")) | ("BytesIO", _):
-            return Record(kind, args)
         case ("scalar", (Record(name="dtype"), bytes())):
             return args
         case ("encode", (str(text), "latin1")):
@@ -271,7 +269,9 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
         case ("bytes", ()):
             return b""
         case (
-            ("_rebuild_tensor_v2", (PersistentId(), int(), tuple(), tuple(), bool(), Pairs()))
+            ("_reconstruct", (Global(name="numpy.ndarray"), (0,), b"b"))
+            | ("BytesIO", _)
+            | ("_rebuild_tensor_v2", (PersistentId(), int(), tuple(), tuple(), bool(), Pairs()))
             | (
                 "_rebuild_tensor_v3",
                 (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global()),
@@ -279,6 +279,11 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
             | ("_rebuild_parameter", (Record(), bool(), Pairs()))
         ):
             return Record(kind, args)
+        case ("_rebuild_tensor_v2" | "_rebuild_tensor_v3", (*others, Pairs() as bits)) if all(
+            name in ("conj", "neg") and type(value) is bool for name, value in bits
+        ):
+            # A tensor that torch is to conjugate or to negate.
+            return _called(kind, tuple(others))
     raise PickleMalformedError("this is not how numbers, buffers and tensors are pickled")
 
 

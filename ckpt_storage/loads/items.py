@@ -219,7 +219,8 @@ class LoadItems:
             values = [(places[first].fqn, filled, filled)]
             for number, other in others:
                 if self._content(number, other) != self._content(first, filled):
-                    buffers[number] = torch.empty_like(other)
+                    # A device may have no memory for a second tensor of this size.
+                    buffers[number] = torch.empty_like(other, device="cpu")
                     values.append((places[number].fqn, other, buffers[number]))
             if len(values) > 1:
                 self._sharing.append(values)
@@ -241,10 +242,14 @@ class LoadItems:
         return self._source.tensors[self._stored_name(item)].dtype
 
     def _content(self, number: int, target: torch.Tensor) -> tuple[object, ...]:
-        """Return a key that is equal for targets that are one tensor and get the same bytes."""
+        """Return a key that is equal for targets that are one tensor and get the same bytes.
+
+        Without checksums no two values are known to be the same bytes.
+        """
         item, place = self._items[number], self.places[number]
         layout = target.data_ptr(), target.stride(), target.dtype, target.is_conj(), target.is_neg()
-        stored = tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
+        crcs = number if place.crcs is None else list(place.crcs)
+        stored = tuple(item.storage_offsets), tuple(item.lengths), crcs
         return (*layout, *stored, self._dtype_of(item))
 
     def _stored_name(self, item: ReadItem) -> str:
@@ -350,7 +355,7 @@ class LoadItems:
             ring.finish()
         for values in self._sharing:
             name, first, _ = values[0]
-            values[0] = name, first, first.clone()
+            values[0] = name, first, first.to("cpu", copy=True)
             for value in values:
                 _fill(value)
             for number, earlier in enumerate(values):
@@ -416,12 +421,11 @@ def _overlapping(
 ) -> Iterator[list[tuple[int, torch.Tensor]]]:
     """Yield groups of targets whose addresses overlap, with their numbers, in order.
 
-    Only of those whose stored checksums are known. The chunks of one value lie between one another,
-    but not at one address.
+    The chunks of one value lie between one another, but not at one address.
     """
     extents: dict[torch.device, list[tuple[int, int, int, torch.Tensor]]] = {}
-    for number, (target, place) in enumerate(zip(targets, places, strict=True)):
-        if target is not None and place.crcs is not None and target.numel():
+    for number, target in enumerate(targets):
+        if target is not None and target.numel():
             start = target.data_ptr()
             last = map(mul, target.stride(), map(add, target.shape, repeat(-1)))
             stop = start + (1 + sum(last)) * target.element_size()
@@ -457,8 +461,8 @@ def _fill(value: _Value) -> None:
 
 def _is_filled(value: _Value) -> bool:
     """Return whether a target has its elements, byte for byte: NaN equals NaN."""
-    plain = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in value[1:]]
-    return torch.equal(*(tensor.view(torch.uint8) for tensor in plain))
+    plain = [tensor.cpu().resolve_conj().resolve_neg().contiguous() for tensor in value[1:]]
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
 def _sharing_error(held: str, fqn: str) -> InvalidInputError:

@@ -21,11 +21,10 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location
+from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-from .names import StepNames
 from .root import Root
 
 log = logging.getLogger("ckpt_storage")
@@ -62,8 +61,8 @@ def delete(
     is_deleted = False
     # Opening a store at a path would make the folder.
     if path is None or path.is_dir():
-        root = Root(location, StepNames(), timeouts=timeouts, retry=retry)
-        store = root.open(Deadline.of(timeouts, "commit"))
+        store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy())
+        store = store.bounded(Deadline.of(timeouts, "commit"))
         slots = read_log(store)
         if not is_foreign(store, slots):
             has_saves = slots.head is not None or bool(attempts_there(store))

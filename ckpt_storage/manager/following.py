@@ -102,8 +102,7 @@ class _Follower:
         self._poll_count += 1
         deadline = Deadline.of(root.timeouts, "load")
         try:
-            links = root.links_to_steps()
-            names = [name for name in root.list_folders(deadline) if self._is_wanted(name, links)]
+            names = [name for name in root.list_own_folders(deadline) if self._is_wanted(name)]
             states = root.read_states(self._to_read(names), deadline, fresh=True)
         except StorageError as error:
             if not error.retryable:
@@ -124,10 +123,9 @@ class _Follower:
                 infos.append(state.info)
         return sorted(infos, key=lambda info: (_number_of(info.name) or 0, natural(info.name)))
 
-    def _is_wanted(self, name: str, links: set[str]) -> bool:
+    def _is_wanted(self, name: str) -> bool:
         number = _number_of(name)
-        is_old = self._after is not None and number is not None and number <= self._after
-        return name not in links and not is_old
+        return self._after is None or number is None or number > self._after
 
     def _to_read(self, names: list[str]) -> list[str]:
         """Return the folders that this poll reads, and forget those that are gone."""

@@ -72,8 +72,7 @@ def list_all(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
     infos = list[CheckpointInfo]()
     # Of two copies of a save, the copy of the first root is last.
     for root in reversed(roots):
-        links = root.links_to_steps()
-        names = [name for name in root.list_folders(deadline) if name not in links]
+        names = root.list_own_folders(deadline)
         infos += filter(None, map(_info_of, root.read_states(names, deadline, fresh=True).values()))
     by_name = {info.name: info for info in sorted(infos, key=begun_s)}
     return sorted(by_name.values(), key=by_step)

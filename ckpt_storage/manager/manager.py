@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -53,8 +52,6 @@ from .step_save import StepSave
 from .upkeep import Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
-
-log = logging.getLogger("ckpt_storage")
 
 Pruning = Literal["background", "manual"]
 """When a manager prunes: after each save on a thread of its own, or by its method only."""

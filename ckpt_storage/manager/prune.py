@@ -155,8 +155,7 @@ class Pruner:
         for name in sorted(set(folders).difference(steps)):
             reason = _LINK if name in links else "it does not belong to this run"
             kept.append(PruneDecision(name=name, step=None, reasons=(reason,)))
-        plan = replace(plan, kept=tuple(sorted(kept, key=by_step)), is_dry_run=is_dry_run)
-        return plan, tombstones
+        return replace(plan, kept=tuple(sorted(kept, key=by_step))), tombstones
 
     def execute(
         self, plan: PruneReport, deadline: Deadline, tombstones: Sequence[FolderState] = ()

@@ -106,6 +106,15 @@ class Root:
             self.forget(name)
         return names
 
+    def list_own_folders(self, deadline: Deadline) -> list[str]:
+        """Return the names without links to steps of this root, which count under their own."""
+        targets = self.links()
+        return [
+            name
+            for name in self.list_folders(deadline)
+            if (target := targets.get(name)) is None or self.names.step_of(target) is None
+        ]
+
     def steps_of(self, folders: Iterable[str]) -> list[str]:
         """Return those of `folders` that are named after a step, lowest step first."""
         pairs = ((self.names.step_of(name), name) for name in folders)
@@ -196,9 +205,7 @@ class Root:
 
     def newest_first(self, deadline: Deadline) -> Iterator[tuple[Root, FolderState]]:
         """Yield this root and the state of each step, newest first, without links to steps."""
-        links, steps = self.links_to_steps(), self.steps_of(self.list_folders(deadline))
-        names = [name for name in reversed(steps) if name not in links]
-        count = 1
+        names, count = self.steps_of(self.list_own_folders(deadline))[::-1], 1
         while names:
             batch, names = names[:count], names[count:]
             for state in self.read_states(batch, deadline, fresh=True).values():
@@ -228,15 +235,6 @@ class Root:
         return {
             name: path.relative_to(root).parts[0] if root in path.parents else None
             for name, path in targets.items()
-        }
-
-    def links_to_steps(self) -> set[str]:
-        """Return the links that lead to a step of this root, which counts under its own name."""
-        step_of = self.names.step_of
-        return {
-            name
-            for name, target in self.links().items()
-            if target is not None and step_of(target) is not None
         }
 
     def check_sound(self, info: CheckpointInfo, deadline: Deadline, *, deep: bool = False) -> bool:

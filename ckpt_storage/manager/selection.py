@@ -31,13 +31,8 @@ class Selected:
         if url is not None:
             return cls(text=redacted_url(url), select=partial(select_url, roots, url, step))
         if step is not None:
-            return cls(text=f"step {step}", select=partial(select_step, roots, step))
+            return cls(text=f"step {step}", select=lambda: (roots, roots[0].names.name_of(step)))
         return None
-
-
-def select_step(roots: Sequence[Root], step: int) -> Selection:
-    """Return the selection of a step of the run. Raises `InvalidInputError`."""
-    return roots, roots[0].names.name_of(step)
 
 
 def select_own(roots: Sequence[Root], location: Location) -> Selection | None:

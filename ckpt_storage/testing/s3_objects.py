@@ -99,7 +99,7 @@ class Request:
         checksums = [item for item in self.headers.items() if item[0].startswith(_CHECKSUM)]
         return {name: text for name, text in checksums if name not in _SETTINGS}
 
-    def checksum_of(self, body: bytes) -> dict[str, str]:
+    def checksum_of(self, body: bytes | memoryview) -> dict[str, str]:
         """Return the checksum of a part or object, by the algorithm that this request named."""
         name = _CHECKSUM + self.headers.get(f"{_CHECKSUM}algorithm", "").lower()
         return {name: _digest(name, body)} if name != _CHECKSUM else {}
@@ -123,9 +123,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An object or a part; `kept` and `checksum` are headers."""
+    """An object or a part, which may be a view of its source; `kept` and `checksum` are headers."""
 
-    body: bytes
+    body: bytes | memoryview
     kept: Mapping[str, str] = field(default_factory=dict)
     checksum: Mapping[str, str] = field(default_factory=dict)
     etag: str = field(default_factory=lambda: f'"{secrets.token_hex(16)}"')
@@ -178,7 +178,7 @@ class S3Objects:
         """Return all objects of a bucket by key, sorted; None: of the only bucket."""
         with self._lock:
             [objects] = self._buckets.values() if bucket is None else [self._buckets[bucket]]
-            return {key: stored.body for key, stored in sorted(objects.items())}
+            return {key: bytes(stored.body) for key, stored in sorted(objects.items())}
 
     @property
     def open_upload_count(self) -> int:
@@ -369,7 +369,8 @@ class S3Objects:
         return answer._replace(headers={**answer.headers, **settings})
 
     def _part(self, request: Request, _home: _Home) -> Answer:
-        body, streams = request.body, self._service.streams_parts
+        body: bytes | memoryview = request.body
+        streams = self._service.streams_parts
         if is_copy := request.op == "part_copy" and not streams:
             whole = self._source(request).body
             asked = request.headers.get(f"{_SOURCE}-range", f"bytes=0-{len(whole) - 1}")
@@ -381,7 +382,7 @@ class S3Objects:
             start, stop = _range(asked, len(whole))
             if asked != f"bytes={start}-{stop - 1}":
                 raise S3Error(400, "InvalidArgument", f"{asked} of {len(whole)} bytes")
-            body = whole[start:stop]
+            body = memoryview(whole)[start:stop]
         number = int(request.query["partNumber"])
         if not 1 <= number <= 10_000:
             raise S3Error(400, "InvalidArgument", "The part number is not within 1 and 10000")
@@ -494,6 +495,6 @@ def _verify(claims: Mapping[str, str], body: bytes) -> None:
             raise S3Error(400, "BadDigest", f"{name} of the body is {actual}")
 
 
-def _digest(header: str, body: bytes) -> str:
+def _digest(header: str, body: bytes | memoryview) -> str:
     """Return the value of a checksum header for a body."""
     return base64.b64encode(_CRCS[header](body).to_bytes(4, "big")).decode()

@@ -110,6 +110,7 @@ def _check(state: dict[str, Any], folder: Path) -> None:
 
 
 @settings(max_examples=40, derandomize=True)
+@example({"a": (b"", torch.ones(1, dtype=torch.complex64).conj())})
 @given(states)
 def test_any_state_comes_back_equal(state: dict[str, Any]) -> None:
     """Plain values, tensors, tuples, int keys, empty containers and views: equal, or refused."""

@@ -235,7 +235,9 @@ def test_bytes_beside_a_tensor_in_a_tuple_come_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, save: Any, load: Any
 ) -> None:
     """Torch's own restricted unpickler knows no empty bytes; they are saved without a warning."""
-    state: dict[str, Any] = {"pair": (b"", torch.ones(2)), "rng": (np.arange(3.0), torch.ones(1))}
+    conjugate, other = (torch.ones(1, dtype=torch.complex64).conj() for _ in range(2))
+    pair = (b"", torch.ones(2), conjugate, other.imag)
+    state: dict[str, Any] = {"pair": pair, "rng": (np.arange(3.0), torch.ones(1))}
     with caplog.at_level(logging.WARNING, "ckpt_storage"):
         save(state, tmp_path)
     assert not [record for record in caplog.records if record.name == "ckpt_storage"]

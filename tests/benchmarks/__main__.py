@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bandwidth import Bandwidth
+from bucket import CountingServer
 from measure import Comparison
 from scenarios import SCENARIOS, measure
 
-from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
+from ckpt_storage.testing.s3_server import FaultRule
 
 
 def main() -> None:
@@ -35,7 +36,10 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="an in-memory S3 server, no URL")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="added by that server")
     parser.add_argument(
-        "--bandwidth-mb", type=float, default=0.0, help="bound of all reads, in MB/s"
+        "--bandwidth-mb",
+        type=float,
+        default=0.0,
+        help="bound of that server's connections, or of reads from a folder, in MB/s",
     )
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--ranks", type=int, default=2)
@@ -105,25 +109,6 @@ def _storage(
         delay_s = asked.latency_ms / 1e3
         server.faults([FaultRule(action="delay", delay_s=delay_s, times=0)] if delay_s else [])
         yield f"s3://bench/{folder}", server.storage_options, server.count
-
-
-class CountingServer(S3Server):
-    """A server whose count of requests other processes can read."""
-
-    def __init__(self, bandwidth: Bandwidth | None) -> None:
-        super().__init__()
-        self._bandwidth = bandwidth
-        self.count = mp.get_context("spawn").Value("q", 0)
-
-    def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
-        with self.count.get_lock():
-            self.count.value += 1
-        return super().begin(op, bucket, key)
-
-    def note(self, record: RequestRecord, **figures: int) -> None:
-        super().note(record, **figures)
-        if self._bandwidth is not None and figures.get("bytes_out"):
-            self._bandwidth.take(figures["bytes_out"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A bound on the bytes that all processes of a benchmark read in a second."""
+"""A bound on the bytes that all processes of a benchmark move in a second."""
 
 from __future__ import annotations
 

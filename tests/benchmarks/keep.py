@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import shutil
 import statistics
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bandwidth import Bandwidth
+from bucket import served_bucket
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager, KeepLatest, KeepPart
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.testing.s3_server import S3Server
 
 _TENSOR_COUNT = 24
 _WEIGHTS = 2 / 10
@@ -147,11 +149,12 @@ def lora_of(parameter_count: int) -> dict[str, Any]:
 
 
 def reuses(
-    root: str, state: dict[str, Any], count: int, sent: Callable[[], int], **more: Any
+    root: str, state: dict[str, Any], count: int, sent: Callable[[], int] | None, **more: Any
 ) -> str:
-    """Compare full saves with those that reuse a frozen model; `sent` are bytes written so far.
+    """Compare full saves with those that reuse a frozen model, in rounds of one of each.
 
-    The third save without names is the first that can reuse anything.
+    The third save without names is the first that can reuse anything. `sent` returns the bytes
+    written so far; None: the bytes of shard files that a save did not reuse are counted.
     """
     runs: dict[str, dict[str, Any]] = {
         "full": {},
@@ -166,19 +169,26 @@ def reuses(
             with CheckpointManager(url, pruning="manual", **options, **more) as manager:
                 for step in range(steps):
                     state["lora"] += 1
-                    before, begin = sent(), time.monotonic()
-                    manager.save(step, state)
+                    before = 0 if sent is None else sent()
+                    begin = time.monotonic()
+                    info = manager.save(step, state)
                 times[name].append(time.monotonic() - begin)
-                written[name] = sent() - before
+                if sent is not None:
+                    written[name] = sent() - before
+                elif info.stats is not None:
+                    written[name] = info.stats.total_bytes - info.stats.reused_bytes
                 for step in range(steps):
                     manager.delete(step)
-    full_s = statistics.median(times["full"])
-    return "\n".join(
-        f"  {name}: {statistics.median(each):.3f} s ({min(each):.3f} to {max(each):.3f}), "
-        f"{statistics.median(each) / full_s:.2f}; {written[name]:,} bytes, "
-        f"{written[name] / written['full']:.4f}"
-        for name, each in times.items()
-    )
+    rows = []
+    for name, each in times.items():
+        ratios = [seconds / full for seconds, full in zip(each, times["full"], strict=True)]
+        rows.append(
+            f"  {name}: {statistics.median(each):.3f} s ({min(each):.3f} to {max(each):.3f}); "
+            f"of the full save in its round {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f} to {max(ratios):.3f}); {written[name]:,} bytes, "
+            f"{written[name] / written['full']:.4f}"
+        )
+    return "\n".join(rows)
 
 
 def nothing_equal(root: Path, state: dict[str, Any], count: int) -> str:
@@ -217,22 +227,21 @@ def nothing_equal(root: Path, state: dict[str, Any], count: int) -> str:
     )
 
 
-def reuse(folder: Path, parameter_count: int, count: int) -> None:
+def reuse(folder: Path, parameter_count: int, count: int, bandwidth: Bandwidth | None) -> None:
     """Print what reuse saves, on a disk and in a bucket, and its cost where nothing stays."""
     state = lora_of(parameter_count)
     print("a frozen model, on a disk")
     print(reuses(str(folder / "lora"), state, count, lambda: used_bytes(folder)))
-    with S3Server() as server:
-        server.create_bucket("lora")
-
-        def sent_bytes() -> int:
-            return sum(request.bytes_in for request in server.requests)
-
-        print("a frozen model, in a bucket of the in-memory S3 server")
-        options = server.storage_options
-        print(reuses("s3://lora", state, count, sent_bytes, storage_options=options))
+    reuse_in_bucket(state, count, bandwidth)
     print("a state that all changes, second and third save, on a disk")
     print(nothing_equal(folder / "all", state_of(parameter_count), count))
+
+
+def reuse_in_bucket(state: dict[str, Any], count: int, bandwidth: Bandwidth | None) -> None:
+    """Print what reuse saves in a bucket of the in-memory S3 server, which has its own process."""
+    with served_bucket("lora", bandwidth) as (options, received_bytes):
+        print("a frozen model, in a bucket of the in-memory S3 server")
+        print(reuses("s3://lora", state, count, received_bytes, storage_options=options))
 
 
 def main() -> None:
@@ -244,16 +253,27 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=3)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--reuse", action="store_true", help="measure saves with a base alone")
+    parser.add_argument("--bucket", action="store_true", help="of these only those to S3")
+    parser.add_argument("--bandwidth-mb", type=float, default=0.0, help="bound of S3, in MB/s")
+    parser.add_argument("--url", help="another bucket than that of the in-memory server")
+    parser.add_argument("--storage-options", type=json.loads, default={}, metavar="JSON")
     asked = parser.parse_args()
     torch.manual_seed(0)
-    state = state_of(asked.parameters)
+    bandwidth = Bandwidth(asked.bandwidth_mb * 1e6) if asked.bandwidth_mb else None
     asked.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         folder = Path(name)
         print(f"{asked.parameters:,} parameters, load average {os.getloadavg()[0]:.1f}")
-        if asked.reuse:
-            reuse(folder, asked.parameters, asked.runs)
+        if asked.url:
+            state, options = lora_of(asked.parameters), asked.storage_options
+            print(reuses(asked.url, state, asked.runs, None, storage_options=options))
+        elif asked.bucket:
+            reuse_in_bucket(lora_of(asked.parameters), asked.runs, bandwidth)
+        elif asked.reuse:
+            reuse(folder, asked.parameters, asked.runs, bandwidth)
+        if asked.url or asked.bucket or asked.reuse:
             return
+        state = state_of(asked.parameters)
         print("saves\n" + saves(folder, state, asked.runs))
         print("copies\n" + copies(folder, state, asked.runs))
         print(keep_run(folder, state, asked.steps, asked.whole))

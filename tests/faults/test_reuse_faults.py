@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 from dcp_cases import same, seeded
-from fault_tools import Faulty, Racing, each_fault
+from fault_tools import Faulty, Racing, ScriptedBackends, each_fault
 from local_stores import local_store
+from servers import Running
 
 import ckpt_storage
 import ckpt_storage.saves.session
@@ -22,7 +24,7 @@ from ckpt_storage import CheckpointError, CheckpointNotFoundError, RetryPolicy, 
 from ckpt_storage.errors import CheckpointInProgressError, StorageError
 from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.faults import Action
+from ckpt_storage.testing.faults import Action, Script, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
@@ -31,6 +33,8 @@ pytest.importorskip("xxhash", reason="the extra `reuse`")
 pytestmark = pytest.mark.usefixtures("one_core")
 
 QUICK = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
+
+WRITES = "put.*|delete.*|.*_upload|copy_.*|make_folders|flush_parts"
 
 STAYING = {"w0": seeded(1, 300), "w1": seeded(2, 300)}
 
@@ -204,31 +208,47 @@ def test_a_base_that_goes_meanwhile_fails_no_save(
     faulty.close()
 
 
+@pytest.fixture(params=["memory", "s3_root", "gcs_root", "azure_root"])
+def remote(request: pytest.FixtureRequest) -> Running:
+    """A root where files are copied by the storage."""
+    if request.param == "memory":
+        return Running(url=f"memory://{uuid.uuid4().hex}")
+    running: Running = request.getfixturevalue(request.param)
+    return running
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("action", ["error", "lost_answer", "crash_before", "crash_after"])
-def test_a_copy_by_the_storage_survives_every_fault(
-    monkeypatch: pytest.MonkeyPatch, action: Action
+def test_a_reusing_save_survives_every_fault_at_every_write(
+    remote: Running, scripted: ScriptedBackends, action: Action
 ) -> None:
-    """Of each part of an upload that is copied, in memory; an error is retried and not noticed."""
-    root = f"memory://reuse-{action}"
-    save(0, f"{root}/0")
-    faulty = Faulty(root, retry=QUICK)
-    monkeypatch.setattr(ckpt_storage.saves.session, "open_store", faulty)
-    save(1, f"{root}/dry", base=f"{root}/0")
-    operations = ".*copy.*|.*upload.*"
-    for number, (at, rule) in enumerate(each_fault(faulty.script.calls, {action: operations})):
-        url = f"{root}/cut-{number}"
-        faulty.play(rule)
-        is_dead = action.startswith("crash")
-        with contextlib.suppress(*[CheckpointError] if is_dead else []):
-            save(1, url, base=f"{root}/0")
-        faulty.play()
-        values = values_of(url)
-        assert same(values, NEW) or (values is None and is_dead), at
-        info = save(1, url, base=f"{root}/0", overwrite=values is not None)
+    """Copies by the storage included: an error is retried, and a death leaves all or nothing."""
+    root = remote.url
+    options: dict[str, Any] = {"storage_options": dict(remote.storage_options)}
+    save(0, f"{root}/0", **options)
+    dry = Script()
+    with scripted.playing(dry):
+        save(1, f"{root}/dry", base=f"{root}/0", **options)
+    assert any(call.operation.startswith("copy_") for call in dry.calls)
+    is_death, count = action.startswith("crash"), 0
+    for count, (at, rule) in enumerate(each_fault(dry.calls, {action: WRITES}), 1):
+        url = f"{root}/cut-{count}"
+        with scripted.playing(Script([rule])):
+            if is_death:
+                with contextlib.suppress(CheckpointError, SimulatedCrash):
+                    save(1, url, base=f"{root}/0", **options)
+            else:
+                save(1, url, base=f"{root}/0", **options)
+        with contextlib.suppress(CheckpointNotFoundError):  # it died before its commit
+            ckpt_storage.publish(url, **options)
+        values = values_of(url, **options)
+        assert same(values, NEW) or (values is None and is_death), at
+        info = save(1, url, base=f"{root}/0", overwrite=values is not None, **options)
         assert info.stats.reused_bytes, at
-        assert same(values_of(url), NEW), at
-    assert same(values_of(f"{root}/0"), OLD)
-    faulty.close()
+        assert same(values_of(url, **options), NEW), at
+    assert same(values_of(f"{root}/0", **options), OLD)
+    print(f"{count} writes")  # noqa: T201  # for -rP
+    assert count > 5
 
 
 S3_FAULTS: dict[str, Callable[[int], list[FaultRule]]] = {

@@ -336,6 +336,15 @@ def test_a_tensor_with_hooks_is_refused() -> None:
     assert not is_inert_with_numpy(whole[:at] + b"K\x01cnumpy\ndtype\ns" + whole[at:])
 
 
+def test_a_conjugate_or_negated_tensor_passes_with_no_other_property() -> None:
+    """Torch may be told to negate or to conjugate; any other text or value is refused."""
+    conjugate, other = (torch.ones(1, dtype=torch.complex64).conj() for _ in range(2))
+    whole = in_archive([conjugate, other.imag])
+    assert is_inert_with_numpy(whole)
+    assert not is_inert_with_numpy(whole.replace(b"conj", b"code"))
+    assert not is_inert_with_numpy(whole.replace(b"\x88s", b"K\x01s"))
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_everything_else_is_refused(name: str) -> None:
     """Other calls, dtypes that are no numbers, and states that numpy does not write do not pass."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError
+from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
 
@@ -186,6 +187,52 @@ def test_items_with_more_in_their_storage_than_the_tensor_load(tmp_path: Path) -
     handmade(tmp_path / "views", items)
     expected = {name: value.contiguous().clone() for name, value in items.items()}
     assert_ours_loads(tmp_path / "views", expected, "dcp")
+
+
+def write_stock(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def write_handmade(state: dict[str, Any], path: Path) -> None:
+    larger = {name: torch.cat([value, value])[: len(value)] for name, value in state.items()}
+    handmade(path, larger)
+
+
+def write_stock_safetensors(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(path)), no_dist=True)
+
+
+def write_safetensors(state: dict[str, Any], path: Path) -> None:
+    path.mkdir()
+    safetensors.torch.save_file(state, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "write", [write_stock, write_handmade, write_stock_safetensors, write_safetensors]
+)
+@pytest.mark.parametrize(
+    "view",
+    [lambda whole: whole, lambda whole: whole[1:3], torch.t],
+    ids=["tied", "rows", "transposed"],
+)
+def test_targets_that_share_memory_take_no_different_values(
+    tmp_path: Path,
+    write: Callable[[dict[str, Any], Path], None],
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Also of a checkpoint without checksums: stock torch loads either value, and says nothing."""
+    whole = seeded(1, 4, 4)
+    same_values = view(whole).contiguous().clone()
+    changed = same_values.clone()
+    changed[1, 1] += 1
+    write({"a": whole, "b": same_values, "c": changed}, tmp_path / "c")
+    for load in (ckpt_storage.load, dcp_cases.load):
+        target = torch.zeros(4, 4)
+        load({"a": target, "b": view(target)}, tmp_path / "c")
+        assert same(target, whole)
+        with pytest.raises((InvalidInputError, CheckpointException), match=r"a and c share memory"):
+            load({"a": target, "c": view(target)}, tmp_path / "c")
+        load({"a": target, "c": view(target)}, tmp_path / "c", casts="any")
 
 
 def refusal(path: Path, shape: tuple[int, ...] = (4,)) -> BaseException:
