@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from copy_cases import files_below, make, state_of
 from dcp_cases import same, seeded
 from flipping_server import FlippingServer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_storage import (
     CheckpointExistsError,
@@ -195,6 +196,20 @@ def test_nothing_is_made_of_an_export_with_a_damaged_file(tmp_path: Path, name: 
     assert caught.value.path == file.name
     assert not [path for path in tmp_path.rglob("wrong*") if (path / INDEX_NAME).exists()]
     assert not (tmp_path / "wrong.pt").exists()
+
+
+def test_weights_that_another_program_wrote_over_an_export_are_refused_with_a_way_out(
+    tmp_path: Path,
+) -> None:
+    """`save_pretrained` leaves index and record there; its files have another length."""
+    export = exported(tmp_path / "run")
+    file = export / "model-00002-of-00002.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "by": "another program"})
+    with pytest.raises(IntegrityError, match="record of this export") as caught:
+        convert(export, tmp_path / "ours", to="ckpt_storage")
+    assert "delete .ckpt-storage there" in str(caught.value)
+    shutil.rmtree(export / ".ckpt-storage")
+    assert convert(export, tmp_path / "ours", to="ckpt_storage").tensor_count
 
 
 def test_damage_in_a_file_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
