@@ -299,7 +299,7 @@ class Export(abc.ABC, Generic[R]):
         self.source.check_unchanged(self.context.source)
 
     def check_weight_files(self, rank: int, world_size: int) -> None:
-        """Compare this rank's share of the `weight_files` that are read with the record of the export.
+        """Compare the rank's share of the `weight_files` that are read with the export's record.
 
         Readers of safetensors compare lengths only. Raises `IntegrityError`.
         """

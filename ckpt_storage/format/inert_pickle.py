@@ -269,11 +269,11 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
         case ("bytes", ()):
             return b""
         case (
-            ("_rebuild_tensor_v2", (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), *bits))
-            | (
-                "_rebuild_tensor_v3",
-                (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global(), *bits),
-            )
+            "_rebuild_tensor_v2",
+            (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), *bits),
+        ) | (
+            "_rebuild_tensor_v3",
+            (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global(), *bits),
         ) if _are_bits(bits):
             return Record(kind, args)
         case (

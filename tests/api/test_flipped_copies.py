@@ -204,7 +204,7 @@ def test_weights_that_another_program_wrote_over_an_export_are_refused_with_a_wa
     """`save_pretrained` leaves index and record there; its files have another length."""
     export = exported(tmp_path / "run")
     file = export / "model-00002-of-00002.safetensors"
-    save_file(load_file(file), file, metadata={"format": "pt", "by": "another program"})
+    save_file(load_file(file), file, metadata={"format": "pt", "by": "another program" * 20})
     with pytest.raises(IntegrityError, match="record of this export") as caught:
         convert(export, tmp_path / "ours", to="ckpt_storage")
     assert "delete .ckpt-storage there" in str(caught.value)
