@@ -303,8 +303,6 @@ class Export(abc.ABC, Generic[R]):
 
         Readers of safetensors compare lengths only. Raises `IntegrityError`.
         """
-        if not self.version.weight_files:
-            return
         context, tensors = self.context, self.source.tensors
         fqns = {part.fqn for file in self.plan.files for part in file.elements} or tensors.keys()
         places = self.source.places(value_keys({fqn: tensors[fqn] for fqn in fqns}, ()))
