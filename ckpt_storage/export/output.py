@@ -299,12 +299,10 @@ class Export(abc.ABC, Generic[R]):
         self.source.check_unchanged(self.context.source)
 
     def check_weight_files(self, rank: int, world_size: int) -> None:
-        """Compare the checksums of the rank's share of the `weight_files` that the export reads.
+        """Compare the rank's share of the `weight_files` that are read with the export's record.
 
         Readers of safetensors compare lengths only. Raises `IntegrityError`.
         """
-        if not self.version.weight_files:
-            return
         context, tensors = self.context, self.source.tensors
         fqns = {part.fqn for file in self.plan.files for part in file.elements} or tensors.keys()
         places = self.source.places(value_keys({fqn: tensors[fqn] for fqn in fqns}, ()))
@@ -313,9 +311,12 @@ class Export(abc.ABC, Generic[R]):
         ranges = RangeReader(context.source, context.options, pacer=context.source_pace)
         advanced = context.deadline.monitor.advanced
         for file in files[rank::world_size]:
-            if not has_checksum(ranges, file, lambda _: advanced()):
+            size_bytes, _ = self.source.versions.of[file.path]
+            is_written = size_bytes == file.size_bytes
+            if not is_written or not has_checksum(ranges, file, lambda _: advanced()):
+                what = "checksum" if is_written else "length"
                 raise IntegrityError(
-                    f"{file.path} does not have the checksum in the record of this export.",
+                    f"{file.path} does not have the {what} in the record of this export.",
                     path=file.path,
                     offset=0,
                     next_step="Export again; if another program wrote the weights, delete "

@@ -96,7 +96,10 @@ def _make_files(
             ) as export.on_bytes,
             changed_rather_than_damaged(export.check_unchanged),
         ):
-            export.check_weight_files(operation.rank, operation.world_size)
+            if export.version.weight_files:
+                export.check_weight_files(operation.rank, operation.world_size)
+                # A later call keeps complete files, so none is written of a damaged source.
+                operation.barrier()
             summary = FileWriter(operation, export, resume).make()
             if operation.is_coordinator:
                 export.publish(summary)

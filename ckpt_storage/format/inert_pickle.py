@@ -269,22 +269,30 @@ def _called(kind: str, args: tuple[object, ...]) -> object:
         case ("bytes", ()):
             return b""
         case (
+            "_rebuild_tensor_v2",
+            (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), *bits),
+        ) | (
+            "_rebuild_tensor_v3",
+            (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global(), *bits),
+        ) if _are_bits(bits):
+            return Record(kind, args)
+        case (
             ("_reconstruct", (Global(name="numpy.ndarray"), (0,), b"b"))
             | ("BytesIO", _)
-            | ("_rebuild_tensor_v2", (PersistentId(), int(), tuple(), tuple(), bool(), Pairs()))
-            | (
-                "_rebuild_tensor_v3",
-                (PersistentId(), int(), tuple(), tuple(), bool(), Pairs(), Global()),
-            )
             | ("_rebuild_parameter", (Record(), bool(), Pairs()))
         ):
             return Record(kind, args)
-        case ("_rebuild_tensor_v2" | "_rebuild_tensor_v3", (*others, Pairs() as bits)) if all(
-            name in ("conj", "neg") and type(value) is bool for name, value in bits
-        ):
-            # A tensor that torch is to conjugate or to negate.
-            return _called(kind, tuple(others))
     raise PickleMalformedError("this is not how numbers, buffers and tensors are pickled")
+
+
+def _are_bits(args: list[object]) -> bool:
+    """Return whether the last arguments of a tensor at most have torch conjugate or negate it."""
+    match args:
+        case []:
+            return True
+        case [Pairs() as bits]:
+            return all(name in ("conj", "neg") and type(value) is bool for name, value in bits)
+    return False
 
 
 def _is_finished(record: Record) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from copy_cases import files_below, make, state_of
 from dcp_cases import same, seeded
 from flipping_server import FlippingServer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_storage import (
+    CheckpointError,
     CheckpointExistsError,
     IntegrityError,
     consolidate,
@@ -197,6 +200,20 @@ def test_nothing_is_made_of_an_export_with_a_damaged_file(tmp_path: Path, name: 
     assert not (tmp_path / "wrong.pt").exists()
 
 
+def test_weights_that_another_program_wrote_over_an_export_are_refused_with_a_way_out(
+    tmp_path: Path,
+) -> None:
+    """`save_pretrained` leaves index and record there; its files have another length."""
+    export = exported(tmp_path / "run")
+    file = export / "model-00002-of-00002.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "by": "another program" * 20})
+    with pytest.raises(IntegrityError, match="record of this export") as caught:
+        convert(export, tmp_path / "ours", to="ckpt_storage")
+    assert "delete .ckpt-storage there" in str(caught.value)
+    shutil.rmtree(export / ".ckpt-storage")
+    assert convert(export, tmp_path / "ours", to="ckpt_storage").tensor_count
+
+
 def test_damage_in_a_file_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
     """A part of an export costs no read of the other weight files."""
     export = exported(tmp_path / "run")
@@ -205,6 +222,24 @@ def test_damage_in_a_file_that_is_not_read_does_not_matter(tmp_path: Path) -> No
     assert load_file(tmp_path / "part" / "model.safetensors").keys() == {"a"}
     with pytest.raises(IntegrityError, match="record of this export"):
         consolidate(export, tmp_path / "other", include="b")
+
+
+def convert_on_rank(rank: int, export: Path, target: Path) -> tuple[str, bool]:
+    """Convert; return the error, and whether this rank began to write."""
+    with mock.patch("ckpt_storage.export.run.FileWriter", side_effect=ValueError) as writer:
+        try:
+            convert(export, target, to="dcp", process_group=dist.group.WORLD)
+        except CheckpointError as error:
+            return type(error).__name__, writer.called
+    raise AssertionError(rank)
+
+
+def test_no_rank_writes_what_another_rank_finds_damaged(ranks: RankPool, tmp_path: Path) -> None:
+    """A later call would keep such a file: if the source is restored, it has the same time."""
+    export = exported(tmp_path / "run")
+    damage(export / "model-00002-of-00002.safetensors")  # which rank 1 checks
+    outcomes = ranks.run(convert_on_rank, export, tmp_path / "to", world_size=2)
+    assert outcomes == [("RankFailedError", False), ("IntegrityError", False)]
 
 
 def test_weight_files_without_the_record_of_their_export_are_converted(tmp_path: Path) -> None:

@@ -345,6 +345,14 @@ def test_a_conjugate_or_negated_tensor_passes_with_no_other_property() -> None:
     assert not is_inert_with_numpy(whole.replace(b"\x88s", b"K\x01s"))
 
 
+@pytest.mark.parametrize("count", [2, 10_000])
+def test_a_tensor_with_properties_more_than_once_is_refused(count: int) -> None:
+    """However many there are: each took a copy of all others, and a level of the stack."""
+    whole = in_archive(torch.ones(1))
+    at = whole.rindex(b"t")
+    assert not is_inert_with_numpy(whole[:at] + b"}" * count + whole[at:])
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_everything_else_is_refused(name: str) -> None:
     """Other calls, dtypes that are no numbers, and states that numpy does not write do not pass."""

@@ -394,6 +394,15 @@ def test_a_compressed_archive_under_another_name_needs_an_option(tmp_path: Path)
     assert same(target, STATE)
 
 
+@pytest.mark.parametrize("suffix", [".tgz", ".txz", ".tar"])
+def test_a_file_that_is_no_archive_is_said_to_be_damaged(tmp_path: Path, suffix: str) -> None:
+    """Whatever its compression is, the error says what may be wrong with the file."""
+    (tmp_path / f"run{suffix}").write_bytes(b"no archive" * 100)
+    options = {"fo": str(tmp_path / f"run{suffix}")}
+    with pytest.raises(InvalidInputError, match="the archive is damaged, no tar archive, or"):
+        ckpt_storage.load(_empty(), "tar://run", storage_options=options)
+
+
 @pytest.mark.parametrize("name", ["../x", "./run/../../x", "run/a/../../../x", "run/a\\b"])
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_no_member_of_an_archive_is_copied_elsewhere(tmp_path: Path, kind: str, name: str) -> None:

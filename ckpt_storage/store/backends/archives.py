@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 import tarfile
+import zlib
 from typing import Any
 
 import fsspec
@@ -14,6 +17,9 @@ _TarFileSystem: Any = fsspec.get_filesystem_class("tar")
 _SHORT_SUFFIXES = {".tgz": "gzip", ".tbz": "bz2", ".tbz2": "bz2", ".txz": "xz"}
 """Compressions by suffixes that fsspec does not know."""
 
+_READ_ERRORS = (tarfile.ReadError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+"""What an archive raises that is damaged, or compressed otherwise than its name shows."""
+
 
 class _Archive(_TarFileSystem):  # type: ignore[misc]  # fsspec has no types
     """An archive whose names may begin with "./", as `tar cf run.tar .` writes them."""
@@ -24,7 +30,7 @@ class _Archive(_TarFileSystem):  # type: ignore[misc]  # fsspec has no types
             options["compression"] = _SHORT_SUFFIXES[suffix]
         try:
             super().__init__(fo=fo, **options)
-        except tarfile.ReadError as error:
+        except _READ_ERRORS as error:
             raise ValueError(
                 f"{error}: the archive is damaged, no tar archive, or compressed under a name that "
                 "does not show it; then pass the option compression, such as 'gzip'"
