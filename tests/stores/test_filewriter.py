@@ -205,7 +205,7 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]
 
 
-SOON = Deadline("write", 600)
+FAR = Deadline("write", 86_400)
 
 
 def test_claims_are_served_in_their_order() -> None:
@@ -214,11 +214,11 @@ def test_claims_are_served_in_their_order() -> None:
     It waits until nothing else is held, or until its deadline, and then claims nothing.
     """
     budget = Budget()
-    budget.acquire(60, limit_bytes=100, deadline=SOON)
+    budget.acquire(60, limit_bytes=100, deadline=FAR)
     with pytest.raises(PhaseTimeoutError, match="memory"):
         budget.acquire(150, limit_bytes=100, deadline=Deadline("write", 0.05))
     for count, size in enumerate((90, 10, 150), 1):
-        claim = partial(budget.acquire, size, limit_bytes=100, deadline=SOON)
+        claim = partial(budget.acquire, size, limit_bytes=100, deadline=FAR)
         threading.Thread(target=claim, daemon=True).start()
         until(lambda: len(budget._queue) == count)  # noqa: B023, SLF001  # what no caller needs to know
     for released, held in ((0, 60), (60, 100), (10, 90), (90, 150)):
@@ -236,7 +236,7 @@ def test_a_forked_child_holds_nothing() -> None:
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    BUDGET.acquire(7, limit_bytes=1 << 40, deadline=SOON)
+    BUDGET.acquire(7, limit_bytes=1 << 40, deadline=FAR)
     try:
         with BUDGET._changed:  # noqa: SLF001  # as a thread in the middle of a claim has it
             process = context.Process(target=child, args=(theirs,))
