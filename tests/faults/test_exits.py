@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import multiprocessing
 import os
 import signal
@@ -90,6 +92,28 @@ def _save_and_end(
         second.save({"x": torch.ones(3)}, f"{url}-second", planner=Slow())
         # Not in flight when the interpreter begins to end, and none of ours.
         threading.Thread(target=_save_later, args=(f"{url}-third",)).start()
+
+
+def _save_at_exit(rank: int, folder: Path, mode: Any) -> None:
+    """Save in a handler that runs after those of a saver, which are registered later."""
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(str(folder / "rendezvous"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    options: Any = {"timeout": ckpt_storage.Timeouts.of(HANG_S)}
+    last = functools.partial(ckpt_storage.save, {"w": torch.ones(3)}, f"{folder}/last", **options)
+    atexit.register(last)
+    with AsyncSaver(mode=mode, **options) as saver:
+        saver.save(state_of(rank, 7), f"{folder}/before").result()
+
+
+@pytest.mark.parametrize("mode", cases.MODES)
+def test_a_save_in_a_handler_of_the_exit_is_made(
+    fork_server: ForkServer, tmp_path: Path, mode: str
+) -> None:
+    """The threads of savers are parked by then; those of the save are not."""
+    codes, _, errors = fork_server.run(tmp_path, _save_at_exit, tmp_path, mode, count=2)
+    assert codes == [0, 0], errors
+    assert [info.name for info in list_checkpoints(tmp_path)] == ["before", "last"]
 
 
 class _Finalized:
