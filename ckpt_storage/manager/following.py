@@ -106,7 +106,7 @@ class _Follower:
                 names = [name for name in root.list_own_folders(deadline) if self._is_wanted(name)]
                 states = root.read_states(self._to_read(names), deadline, fresh=True)
         except (StorageError, PhaseTimeoutError) as error:
-            if not error.retryable and not isinstance(error, PhaseTimeoutError):
+            if isinstance(error, StorageError) and not error.retryable:
                 raise
             log.warning("%s: the next poll looks again: %s", root.location.url, error)
             return []

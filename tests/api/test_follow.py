@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,32 @@ def test_a_poll_that_fails_is_made_up_for(
     infos = follow("s3://bucket/blips", poll_s=POLL_S, idle_s=HANG_S, retry=retry, **options)
     assert names(infos, 1) == ["step-1"]
     assert "the next poll looks again" in caplog.text
+
+
+def test_a_poll_that_hangs_is_made_up_for(
+    server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A storage that does not answer within the deadline of a poll costs one poll, and a warning."""
+    options: Any = {"storage_options": server.storage_options}
+    save("s3://bucket/hangs/step-1", **options)
+    server.faults([FaultRule(op="list", action="hang", times=0)])
+
+    def is_logged() -> bool:
+        return "the next poll looks again" in caplog.text
+
+    def restore_service() -> None:
+        end_s = time.monotonic() + HANG_S
+        while not is_logged() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        server.faults([])
+
+    thread = threading.Thread(target=restore_service)
+    thread.start()
+    timeout = ckpt_storage.Timeouts(load=1.0)
+    infos = follow("s3://bucket/hangs", poll_s=POLL_S, idle_s=HANG_S, timeout=timeout, **options)
+    assert names(infos, 1) == ["step-1"]
+    thread.join()
+    assert is_logged()
 
 
 def test_watch_prints_each_checkpoint_and_runs_a_command(tmp_path: Path) -> None:
