@@ -156,7 +156,7 @@ def test_a_poll_that_fails_is_made_up_for(
 def test_a_poll_that_hangs_is_made_up_for(
     server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A storage that does not answer within the deadline of a poll costs one poll, and a warning."""
+    """A storage that does not answer within the deadline costs one poll, and a warning."""
     options: Any = {"storage_options": server.storage_options}
     save("s3://bucket/hangs/step-1", **options)
     server.faults([FaultRule(op="list", action="hang", times=0)])
