@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,8 @@ class Lane:
     rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
     `identities` are those known of each number since then, by global rank. `processes` are those of
     the ranks of this host, from then on.
-    `has_late_reads`: ranks gave up a read at its deadline, so that another may come to it later.
+    `late_reads`: numbers of reads that ranks gave up at their deadline, so that another may come to
+    them later.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
@@ -59,11 +61,13 @@ class Lane:
         self.is_coordinator = rank == COORDINATOR
         self.number = 0
         self.session = ""
-        self.has_met = self.has_late_reads = False
+        self.has_met = False
+        self.late_reads: set[int] = set()
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
         self.identities: dict[int, dict[int, Identity]] = {}
-        self._met_number = self._returned_number = 0
+        self._met_number = 0
+        self._returns: Counter[int] = Counter()
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session also count in the next session.
@@ -103,13 +107,14 @@ class Lane:
         self.identities[self.number].pop(self.global_ranks[self.rank], None)
 
     def can_return(self, abandoned: Identity) -> bool:
-        """Return whether a late read may return its number to the next call: once for each number.
+        """Return whether a late read may return its number to the next call.
 
-        `abandoned` is the operation for which the number was abandoned.
+        `abandoned` is the operation for which the number was abandoned. A number is returned no
+        more often than reads were given up: after that, this rank has skipped the other call.
         """
-        if abandoned.is_read or self.number <= self._returned_number:
+        if abandoned.is_read or self._returns[self.number] >= len(self.late_reads):
             return False
-        self._returned_number = self.number
+        self._returns[self.number] += 1
         return True
 
     # Sessions.
@@ -161,8 +166,8 @@ class Lane:
         self._enter(session)
 
     def _enter(self, session: str) -> None:
-        self.session = session
-        self.number = self._met_number = self._returned_number = 0
+        self.session, self.number, self._met_number = session, 0, 0
+        self._returns.clear()
         self.identities.clear()
         self._unreported = [
             _Unreported(number=number, owned=None, release=failed)

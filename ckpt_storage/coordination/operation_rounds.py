@@ -187,14 +187,14 @@ class OperationRounds:
 
         Raises `NumberAbandonedError` if the call takes the next number. A read does so where ranks
         gave up the same read before (`is_earlier`): each of them may have called it alone. If they
-        have made another call after it, it was this call, and the next call takes the number. If
-        that is a read again, this rank has skipped the other call, and takes the next number.
+        have made another call after it, it was this call, and the next call takes the number.
         """
         own, abandoned = self.identity, failed.identity
         if own is None or abandoned is None:
             return failed
         was_given_up = abandoned.is_read and isinstance(failed.error, PhaseTimeoutError)
-        self.lane.has_late_reads |= was_given_up
+        if was_given_up:
+            self.lane.late_reads.add(self.lane.number)
         if own.agrees_with(abandoned):
             if not (was_given_up and is_earlier and self._has_time()):
                 return failed
@@ -202,7 +202,7 @@ class OperationRounds:
             self._missed = self._missed or (self.lane.number, failed)
             self.passed = f"This rank came late to the same call: {failed.error}"
             raise NumberAbandonedError
-        if own.is_read and self.lane.has_late_reads and self.lane.can_return(abandoned):
+        if own.is_read and self.lane.can_return(abandoned):
             self._missed = self._missed or (self.lane.number - 1, failed)
             self.lane.number, failed = self._missed
             return failed
