@@ -143,7 +143,6 @@ class Coordinator:
             read_earlier=self._read_earlier,
             phase="load" if identities[rounds.global_rank].kind == "the load" else "plan",
             is_complete=is_complete,
-            has_late_reads=bool(lane.late_reads),
         )
         if abandonment is None:
             return

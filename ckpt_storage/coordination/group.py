@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-_COMMON_LANES = ("main", "async/save_async", "async/default")
+_COMMON_LANES = ("main", "load", "async/save_async", "async/default")
 """Lanes that another rank may use and this rank has never used."""
 
 _MAX_LOOKUPS = 8

@@ -51,18 +51,16 @@ def find_disagreement(
     read_earlier: Callable[[], Sequence[Mapping[int, Identity]]],
     phase: str,
     is_complete: bool,
-    has_late_reads: bool,
 ) -> Abandonment | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
     All mappings have global ranks as keys. `terms` are further values that ranks must share.
     `read_earlier` returns the identities under the numbers that failed since all ranks met.
-    `is_complete`: all ranks have arrived. `has_late_reads`: ranks may be a read apart.
+    `is_complete`: all ranks have arrived.
 
     If steps differ, the number is abandoned for the lowest: its ranks fail, and those ahead try the
-    next number. A late read is behind all that is no read. If steps are not known, a rank is behind
-    if its operation was that of another rank, but not its own, under an earlier number, and the
-    other rank has moved on. Otherwise all fail.
+    next number. If steps are not known, a rank is behind if its operation was that of another rank,
+    but not its own, under an earlier number, and the other rank has moved on. Otherwise all fail.
     """
     distinct = set(identities.values())
     stepped = [identity for identity in distinct if identity.step is not None]
@@ -74,13 +72,8 @@ def find_disagreement(
     error = mismatch_error(terms, phase=phase)
     if all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
         return None if error is None else Abandonment(error=error, identity=None)
-    reads = [identity for identity in identities.values() if identity.is_read]
-    is_late = has_late_reads and 0 < len(reads) < len(identities)
-    behind = reads[0] if is_late else _find_behind(identities, read_earlier())
-    if error is None or len({identity.kind for identity in distinct}) > 1:
-        # The terms of a save and of a load have other names.
-        error = _disagreement(identities, phase)
-    return Abandonment(error=error, identity=behind)
+    behind = _find_behind(identities, read_earlier())
+    return Abandonment(error=error or _disagreement(identities, phase), identity=behind)
 
 
 def _agree_on_step(a: Identity, b: Identity) -> bool:

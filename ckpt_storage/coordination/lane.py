@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .identity import Identity
 from .keyvalue import COORDINATOR, KeyValues, LostStoreError
@@ -48,8 +47,6 @@ class Lane:
     rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
     `identities` are those known of each number since then, by global rank. `processes` are those of
     the ranks of this host, from then on.
-    `late_reads`: numbers of reads that ranks gave up at their deadline, so that another may come to
-    them later.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
@@ -62,12 +59,10 @@ class Lane:
         self.number = 0
         self.session = ""
         self.has_met = False
-        self.late_reads: set[int] = set()
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
         self.identities: dict[int, dict[int, Identity]] = {}
         self._met_number = 0
-        self._returns: Counter[int] = Counter()
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session also count in the next session.
@@ -105,17 +100,6 @@ class Lane:
     def pass_over(self) -> None:
         """Note that this rank takes no part in the operation of its number."""
         self.identities[self.number].pop(self.global_ranks[self.rank], None)
-
-    def can_return(self, abandoned: Identity) -> bool:
-        """Return whether a late read may return its number to the next call.
-
-        `abandoned` is the operation for which the number was abandoned. A number is returned no
-        more often than reads were given up: after that, this rank has skipped the other call.
-        """
-        if abandoned.is_read or self._returns[self.number] >= len(self.late_reads):
-            return False
-        self._returns[self.number] += 1
-        return True
 
     # Sessions.
 
@@ -167,7 +151,6 @@ class Lane:
 
     def _enter(self, session: str) -> None:
         self.session, self.number, self._met_number = session, 0, 0
-        self._returns.clear()
         self.identities.clear()
         self._unreported = [
             _Unreported(number=number, owned=None, release=failed)
@@ -210,9 +193,13 @@ class Lane:
     # Calls that were not reported to the other ranks.
 
     def note_ended(self, failed: Failed) -> None:
-        """Note that a call of this rank failed: it counts in the session where all ranks meet."""
-        if not self.has_met:
-            self._ended.append(replace(failed, is_earlier=True))
+        """Note that a call of this rank failed: it counts in the session where all ranks meet.
+
+        A read does not count: it may take the number of a later read of the others.
+        """
+        is_read = failed.identity is not None and failed.identity.is_read
+        if not self.has_met and not is_read:
+            self._ended.append(failed)
 
     def remember(
         self, release: Release, owned: Round | None = None, *, has_number: bool = True

@@ -76,7 +76,6 @@ class OperationRounds:
         self.loss: CheckpointError | None = None
         self.is_over = False
         self.passed = ""
-        self._missed: tuple[int, Failed] | None = None  # the number of this read, and why
         self._abandonment: CheckpointError | None = None
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
@@ -172,52 +171,21 @@ class OperationRounds:
     def note_failed(self, failed: Failed, ended: Round) -> None:
         """Note the failure that ended a round, of this rank or of another rank.
 
-        Raises `NumberAbandonedError` if it is that of another call.
+        Raises `NumberAbandonedError` if it is that of another operation.
         """
-        if ended.number == 1:
-            failed = self._check_number(failed, is_earlier=failed.is_earlier)
+        error = self._own_errors.get(str(failed.error), failed.error)
+        if failed.rank != self.global_rank:
+            error = error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
+        abandoned, own_identity = failed.identity if ended.number == 1 else None, self.identity
+        if abandoned and own_identity and not abandoned.agrees_with(own_identity):
+            self._abandonment = error
+            self.passed = f"The number was abandoned for another call: {failed.error}"
+            raise NumberAbandonedError
         with self.changed:
             if ended.number > 1:
                 self.verdict = self.verdict or failed.error
             self._is_failure_known = True
-        self._note_failure(self._error_of(failed))
-
-    def _check_number(self, failed: Failed, *, is_earlier: bool) -> Failed:
-        """Return the failure of this call, which found `failed` under its number.
-
-        Raises `NumberAbandonedError` if the call takes the next number. A read does so where ranks
-        gave up the same read before (`is_earlier`): each of them may have called it alone. If they
-        have made another call after it, it was this call, and the next call takes the number.
-        """
-        own, abandoned = self.identity, failed.identity
-        if own is None or abandoned is None:
-            return failed
-        was_given_up = abandoned.is_read and isinstance(failed.error, PhaseTimeoutError)
-        if was_given_up:
-            self.lane.late_reads.add(self.lane.number)
-        if own.agrees_with(abandoned):
-            if not (was_given_up and is_earlier and self._has_time()):
-                return failed
-            self.lane.pass_over()
-            self._missed = self._missed or (self.lane.number, failed)
-            self.passed = f"This rank came late to the same call: {failed.error}"
-            raise NumberAbandonedError
-        if own.is_read and self.lane.can_return(abandoned):
-            self._missed = self._missed or (self.lane.number - 1, failed)
-            self.lane.number, failed = self._missed
-            return failed
-        self._abandonment = self._error_of(failed)
-        self.passed = f"The number was abandoned for another call: {failed.error}"
-        raise NumberAbandonedError
-
-    def _has_time(self) -> bool:
-        return self.phases.deadline.remaining_s() > 0
-
-    def _error_of(self, failed: Failed) -> CheckpointError:
-        """Return what this rank raises for a failure."""
-        if failed.rank == self.global_rank:
-            return self._own_errors.get(str(failed.error), failed.error)
-        return error_for_peers(failed.rank, failed.error, self.phases.what, failed.is_decision)
+        self._note_failure(error)
 
     def _note_failure(self, error: CheckpointError) -> None:
         """Note why all ranks raise."""
@@ -254,7 +222,7 @@ class OperationRounds:
         with self.changed:
             self._round = None
         abandonment, self._abandonment = self._abandonment, None
-        if abandonment is not None and not self._has_time():
+        if abandonment is not None and self.phases.deadline.remaining_s() <= 0:
             # The report of this error takes the next number.
             self.passed = ""
             raise abandonment
@@ -271,8 +239,14 @@ class OperationRounds:
             raise NumberAbandonedError
         if self.identity is not None and self.identity.is_read:
             release = self.current().read_release(self.phases.patience_s)
-            if isinstance(release, Failed) and release.identity == self.identity:
-                self._check_number(release, is_earlier=True)
+            if (
+                isinstance(release, Failed)
+                and release.identity == self.identity
+                and isinstance(release.error, PhaseTimeoutError)
+            ):
+                lane.pass_over()
+                self.passed = f"This rank came late to the same call: {release.error}"
+                raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:
         """Wait for a key that the coordinator writes before this rank has a number."""

@@ -47,15 +47,13 @@ class Failed:
     """A verdict and release: the round failed with the error of global rank `rank`.
 
     In the first round `identity` names the operation that is abandoned; None: that of each rank.
-    `is_decision`: the coordinator raised the error when it decided for all ranks. `is_earlier`: the
-    call had ended before its rank joined the session.
+    `is_decision`: the coordinator raised the error when it decided for all ranks.
     """
 
     rank: int
     error: CheckpointError
     identity: Identity | None = None
     is_decision: bool = False
-    is_earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,7 +234,7 @@ class CheckpointStorageReader(StorageReader):
         """Read together with all ranks of the default group, in an operation of its own."""
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
-        with RankGroup.of(None).operation(what, timeouts=timeouts) as operation:
+        with RankGroup.of(None, lane="load").operation(what, timeouts=timeouts) as operation:
             identity = Identity(kind=kind_of(what), url=session.url, is_read=True)
             operation.meet(session.terms(), identity=identity)
             with closing(Peers(operation)) as peers:

@@ -116,7 +116,7 @@ def _load(arguments: dict[str, Any], *, is_read: bool) -> OperationStats:
     """Load; `is_read` as for `Identity`."""
     state, url, planner = (arguments[name] for name in ("state", "url", "planner"))
     timeout, storage_options = arguments["timeout"], arguments["storage_options"]
-    ranks = RankGroup.of(arguments["process_group"])
+    ranks = RankGroup.of(arguments["process_group"], lane="load")
     what = f"the load from {redacted_url(url)}"
     timeouts = Timeouts()
     with suppress(CheckpointError):  # raised below, where it is reported to the other ranks

@@ -155,11 +155,14 @@ class CheckpointManager:
         }
         # Not a count of managers: a manager on a single rank must not change the lanes of others.
         identity = f"{self.url}\n{names}".encode()
-        channel = f"manager/{hashlib.sha256(identity).hexdigest()[:16]}"
+        digest = hashlib.sha256(identity).hexdigest()[:16]
+        channel = f"manager/{digest}"
         self._has_met = False
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._ranks = RankGroup.of(process_group, lane=channel)
+            # A rank that is late for a choice comes too late for no step.
+            self._restoring_ranks = RankGroup.of(process_group, lane=f"restore/{digest}")
             undo.callback(self._ranks.close)
             self._notices = PreemptionNotices(signals, preemption)
             undo.callback(self._notices.close)
@@ -361,7 +364,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._meet()
-        resumer = Resumer(self._ranks, self._roots, restore_count=self._restore_count)
+        resumer = Resumer(self._restoring_ranks, self._roots, restore_count=self._restore_count)
         info = resumer.first()
         self._restore_count = resumer.restore_count
         return info
@@ -409,7 +412,7 @@ class CheckpointManager:
         self._meet()
         options |= {"process_group": self._process_group, "retry": self._retry}
         resumer = Resumer(
-            self._ranks,
+            self._restoring_ranks,
             self._roots,
             check=check,
             selected=Selected.of(self._roots, step=step, url=url),

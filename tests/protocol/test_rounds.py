@@ -522,46 +522,6 @@ def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(cancell
 # Loads.
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> None:
-    """Ranks that come to a number which another rank left after its deadline take the next."""
-
-    def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
-        try:
-            with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
-                identity = Identity(kind="the load", url=LAST, is_read=True)
-                return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
-        except PhaseTimeoutError as error:
-            return error
-
-    ranks = group(SharedStore(), 3)
-    (ended,) = values(run([ranks[alone]], partial(load, timeouts=SHORT))[:1])
-    assert isinstance(ended, PhaseTimeoutError)
-    assert values(run(ranks, load)) == ["read"] * 3
-    assert values(run(ranks, lambda of: rolling(of, 1))) == [{1}] * 3
-
-
-@pytest.mark.parametrize("early", [0, 1])
-def test_a_load_that_one_rank_gave_up_takes_no_save_along(early: int) -> None:
-    """The rank that comes to the load late fails in it alone; then all save together."""
-    gave_up = threading.Event()
-
-    def body(ranks: RankGroup) -> Any:
-        first = rolling(ranks, 0)
-        is_early = ranks.lane.rank == early
-        assert is_early or gave_up.wait(HANG_S)
-        with (
-            pytest.raises(PhaseTimeoutError if is_early else RankMismatchError) as caught,
-            ranks.operation(f"the load from {LAST}", timeouts=SHORT if is_early else LONG) as load,
-        ):
-            load.meet(TERMS, identity=Identity(kind="the load", url=LAST, is_read=True))
-        assert is_early or "This rank came late" in caught.value.__notes__[-1]
-        gave_up.set()
-        return [first, *(rolling(ranks, step) for step in (1, 2))]
-
-    assert values(run(group(SharedStore(), 2), body)) == [[{0}, {1}, {2}]] * 2
-
-
 def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
     """Run an operation that only reads; return what it read, or the error."""
     try:
@@ -572,57 +532,50 @@ def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
         return error
 
 
-@pytest.mark.parametrize("early", [(), (LONG,)])
-def test_loads_of_all_ranks_meet_after_a_save_that_a_rank_skipped(
-    early: tuple[Timeouts, ...],
-) -> None:
-    """A load whose number was abandoned for the save returns the number, the next load does not."""
-    ended = threading.Barrier(2)
-
-    def body(ranks: RankGroup) -> list[Any]:
-        timeouts = Timeouts(plan=1.0)
-        if ranks.is_coordinator:
-            load(ranks, SHORT)
-        ended.wait(HANG_S)
-        if ranks.is_coordinator:
-            rolling(ranks, 100, timeouts=timeouts)
-        else:
-            for late in early:
-                load(ranks, late)
-        ended.wait(HANG_S)
-        return [load(ranks, timeouts) for _ in range(4)] + [rolling(ranks, 200)]
-
-    for *loads, saved in values(run(group(SharedStore(), 2), body)):
-        assert loads.count("read") >= len(loads) - 1, loads
-        assert saved == {200}
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> None:
+    """Ranks that come to a number which another rank left after its deadline take the next."""
+    ranks = group(SharedStore(), 3)
+    (ended,) = values(run([ranks[alone]], partial(load, timeouts=SHORT))[:1])
+    assert isinstance(ended, PhaseTimeoutError)
+    assert values(run(ranks, load)) == ["read"] * 3
 
 
-def test_calls_that_the_coordinator_was_late_for_are_no_later_calls() -> None:
-    """The others ended them before there was a session; what all save then is of one call."""
+def test_calls_that_a_rank_was_late_for_are_no_later_calls() -> None:
+    """The others ended them, also before there was a session; what all save then is of one call."""
     calls = (("load",), ("load", "save"), ("save", "load"), ("load", "load", "save"))
-    each(itertools.product((rolling, unnumbered, numbered), calls), _check_late_coordinator)
+    callers = (rolling, unnumbered, numbered)
+    each(itertools.product(callers, calls, (0, 1), ("", "session")), _check_late_calls)
 
 
-def _check_late_coordinator(call: Callable[..., Any], early: tuple[str, ...]) -> None:
-    ended = threading.Barrier(3)
+def _check_late_calls(
+    call: Callable[..., Any], early: tuple[str, ...], late: int, before: str
+) -> None:
+    store, ended = SharedStore(), threading.Barrier(3)
+    readers = group(store, 3, lane="load")
 
     def body(ranks: RankGroup) -> list[Any]:
-        if ranks.is_coordinator:
+        if before:
+            assert call(ranks, 0) == {0}
+            assert load(readers[ranks.rank]) == "read"
+        is_late = ranks.rank == late
+        if is_late:
             ended.wait(HANG_S)
-        results = []
-        timeouts = Timeouts(plan=20.0) if ranks.is_coordinator else SHORT
-        for mark, kind in enumerate(early):
-            is_load = kind == "load"
-            results.append(
-                load(ranks, timeouts) if is_load else call(ranks, mark + 1, timeouts=timeouts)
-            )
-        if not ranks.is_coordinator:
+        results = [
+            load(readers[ranks.rank], SHORT)
+            if kind == "load"
+            else call(ranks, mark, timeouts=Timeouts(plan=20.0) if is_late else SHORT)
+            for mark, kind in enumerate(early, 1)
+        ]
+        if not is_late:
             ended.wait(HANG_S)
-        return results + [call(ranks, mark, timeouts=Timeouts(plan=20.0)) for mark in (11, 12, 13)]
+        results += [call(ranks, mark, timeouts=Timeouts(plan=20.0)) for mark in (11, 12, 13)]
+        return [*results, load(readers[ranks.rank]), load(readers[ranks.rank])]
 
-    for results in values(run(group(SharedStore(), 3), body)):
-        assert all(isinstance(result, CheckpointError) for result in results[:-3]), results
-        assert results[-3:] == [{11}, {12}, {13}]
+    for results in values(run(group(store, 3), body)):
+        *first, eleventh, twelfth, thirteenth, _, read = results
+        assert all(isinstance(result, CheckpointError) for result in first), results
+        assert (eleventh, twelfth, thirteenth, read) == ({11}, {12}, {13}, "read")
 
 
 # The commit.

@@ -224,13 +224,15 @@ def test_two_threads_may_save_at_once(tmp_path: Path) -> None:
     assert set(ended) <= possible
 
 
+@pytest.mark.deadline
 @on_ranks()
 def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
-    """Ranks that call different functions are told, and nothing is written."""
+    """Ranks that call different functions wait in different lanes, and nothing is written."""
     call: Any = ckpt_storage.load if rank else ckpt_storage.save
-    error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=HANG_S)
-    assert isinstance(error, ckpt_storage.RankMismatchError), repr(error)
-    assert error.values == {"the save": [0], "the load": [1]}
+    timeout = Timeouts(plan=2.0)
+    error = cases.caught(call, {"w": torch.zeros(3)}, tmp_path / "run", timeout=timeout)
+    assert isinstance(error, ckpt_storage.PhaseTimeoutError), repr(error)
+    assert "all ranks must make the same calls" in str(error) or rank == 0
     gathered()
     assert dcp_cases.files_below(tmp_path) == set()
 
@@ -347,16 +349,15 @@ def test_placements_are_told_apart_even_where_torch_says_they_are_equal() -> Non
 def test_a_load_that_rank_0_came_too_late_for_takes_no_save_along(
     rank: int, tmp_path: Path
 ) -> None:
-    """It fails on all ranks; each save then has the state of one call, though no step is known."""
+    """It fails on both ranks; each save then has the state of one call, though no step is known."""
     url, alone = tmp_path / "last", dist.new_group([0])
     if rank == 0:
         save_state({"mark-0": torch.zeros(1)}, url, process_group=alone)
     dist.barrier()
     if rank == 0:
         dist.barrier()  # rank 1 has given up
-        with pytest.raises(ckpt_storage.RankMismatchError, match="'the save': ranks 1") as caught:
-            ckpt_storage.load({"mark-0": torch.zeros(1)}, url, timeout=HANG_S)
-        assert "came late to the same call: Rank 0" in caught.value.__notes__[-1]
+        with pytest.raises(ckpt_storage.PhaseTimeoutError, match="Rank 1"):
+            ckpt_storage.load({"mark-0": torch.zeros(1)}, url, timeout=Timeouts(plan=1.0))
     else:
         with pytest.raises(ckpt_storage.PhaseTimeoutError, match="Rank 0"):
             ckpt_storage.load({"mark-0": torch.zeros(1)}, url, timeout=Timeouts(plan=1.0))

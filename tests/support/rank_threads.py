@@ -127,8 +127,8 @@ class SharedStore:
             waiter.look(self.store)
         self.changed.notify_all()
 
-    def keys_of(self, rank: int) -> KeyValues:
-        return KeyValues(_Client(self, rank), PREFIX)
+    def keys_of(self, rank: int, lane: str = "") -> KeyValues:
+        return KeyValues(_Client(self, rank), f"{PREFIX}{lane}")
 
     def goes_on(self, rank: int) -> threading.Event:
         """Return the event that is clear while the process of a rank is stopped."""
@@ -312,6 +312,8 @@ def group(
     store: SharedStore | Callable[[], dist.Store],
     world_size: int,
     names: Sequence[int] | None = None,
+    *,
+    lane: str = "",
 ) -> list[RankGroup]:
     """Return all ranks of a job over one store, or over what `store` connects to.
 
@@ -320,8 +322,8 @@ def group(
 
     def keys_of(rank: int) -> KeyValues:
         if isinstance(store, SharedStore):
-            return store.keys_of(rank)
-        return KeyValues(StoreClient(store), PREFIX)
+            return store.keys_of(rank, lane)
+        return KeyValues(StoreClient(store), f"{PREFIX}{lane}")
 
     global_ranks = range(world_size) if names is None else names
     return [

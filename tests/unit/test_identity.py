@@ -26,7 +26,6 @@ def disagreement(
     earlier: Mapping[int, Identity] | None = None,
     *,
     is_complete: bool = True,
-    has_late_reads: bool = False,
 ) -> Abandonment | None:
     return find_disagreement(
         identities,
@@ -34,7 +33,6 @@ def disagreement(
         read_earlier=lambda: [earlier or {}],
         phase="plan",
         is_complete=is_complete,
-        has_late_reads=has_late_reads,
     )
 
 
@@ -66,7 +64,6 @@ def test_equal_identities_go_on_and_are_not_looked_up() -> None:
             read_earlier=lambda: pytest.fail("what came before does not matter"),
             phase="plan",
             is_complete=True,
-            has_late_reads=False,
         )
         is None
     )
@@ -108,15 +105,6 @@ def test_different_urls_fail_all_unless_one_has_been_left_behind() -> None:
     assert abandonment is not None
     assert abandonment.identity == numbered(2)
     assert disagreement(identities, is_complete=False) is None
-
-
-@pytest.mark.parametrize("has_late_reads", [True, False])
-def test_a_late_read_is_behind_a_save(*, has_late_reads: bool) -> None:
-    """Where no read was given up, ranks that call different functions all fail."""
-    read = Identity(kind="the load", url="/last", is_read=True)
-    abandonment = disagreement({0: last(1), 1: read}, has_late_reads=has_late_reads)
-    assert abandonment is not None
-    assert abandonment.identity == (read if has_late_reads else None)
 
 
 def test_ranks_that_disagree_each_time_all_fail_each_time() -> None:
