@@ -78,7 +78,7 @@ class Member:
                 raise rounds.failure
             cause = rounds.loss or rounds.local_failure()
             if cause is None and time.monotonic() < phases.end_s:
-                phases.log_late(lambda: [self._coordinator])
+                phases.log_late(lambda: [self._coordinator], self._describe_late)
                 continue
             try:
                 release = self._read_late_release(cause, can_extend=can_extend)

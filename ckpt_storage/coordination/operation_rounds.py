@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
@@ -252,9 +253,13 @@ class OperationRounds:
         """Wait for a key that the coordinator writes before this rank has a number."""
         assert self._listener is not None  # noqa: S101  # made before
         self._listener.listen(key)
-        if not self.wait_for(lambda: key in self._present_keys, self.phases.end_s):
+        phases, coordinator = self.phases, self.lane.global_ranks[COORDINATOR]
+        elsewhere = partial(self.lane.find_elsewhere, [COORDINATOR], phases.patience_s)
+        while not self.wait_for(lambda: key in self._present_keys, min(phases.end_s, phases.log_s)):
             self.raise_failure()
-            raise self.phases.late([self.lane.global_ranks[COORDINATOR]], "not arrived")
+            if time.monotonic() >= phases.end_s:
+                raise phases.late([coordinator], "not arrived", elsewhere())
+            phases.log_late(lambda: [coordinator], elsewhere)
 
     def _enter_round(self, current: Round) -> None:
         with self.changed:

@@ -82,13 +82,15 @@ class Phases:
         """When to log the missing ranks next: once a minute, and four times before the deadline."""
         return self._logged_s + min(_LOG_S, self.deadline.timeout_s / 5)
 
-    def log_late(self, ranks: Callable[[], Sequence[int]]) -> None:
-        """Log which global ranks this rank waits for, if it is time to."""
+    def log_late(
+        self, ranks: Callable[[], Sequence[int]], describe: Callable[[], str] = lambda: ""
+    ) -> None:
+        """If it is time to, log for which global ranks this rank waits; `describe` adds to it."""
         if time.monotonic() < self.log_s:
             return
         self._logged_s = time.monotonic()
         log.warning(
-            "%s of the group's %d: not arrived in %s yet; rank %d waits, %.0f s are left.",
-            *(name_ranks(ranks()), self._world_size, self.what, self._rank),
+            "%s of the group's %d: not arrived in %s yet%s; rank %d waits, %.0f s are left.",
+            *(name_ranks(ranks()), self._world_size, self.what, describe(), self._rank),
             self.deadline.remaining_s(),
         )
