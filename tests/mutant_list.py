@@ -486,12 +486,6 @@ _BACKGROUND_MUTANTS = [
     ),
     Mutant(
         "background/interpreter_exit.py",
-        '(timeouts.write if own.phase == "commit" else 0.0)',
-        "0.0",
-        [_HANDLE],
-    ),
-    Mutant(
-        "background/interpreter_exit.py",
         "rank.heard_s - rank.idle_s",
         "rank.heard_s",
         [f"{_HANDLE}::test_an_exit_waits_for_no_rank_that_only_lives"],
@@ -1143,8 +1137,8 @@ _SAVES_MUTANTS = [
     ),
     Mutant(
         "saves/items.py",
-        "lazy = tensor.is_conj() or tensor.is_neg()",
-        "lazy = tensor.is_conj()",
+        "and not (tensor.is_conj() or tensor.is_neg())",
+        "and not tensor.is_conj()",
         [f"{_REFUSED}::test_what_torch_has_yet_to_compute_is_saved_computed"],
     ),
     Mutant(
@@ -1201,7 +1195,7 @@ _COORDINATION_MUTANTS = [
         "coordination/operation_rounds.py",
         "isinstance(release.error, PhaseTimeoutError)",
         "not isinstance(release.error, PhaseTimeoutError)",
-        [f"{_ROUNDS}::test_a_load_that_one_rank_began_alone_fails_no_load_of_all"],
+        [f"{_ROUNDS}::test_a_choice_that_one_rank_began_alone_fails_no_choice_of_all"],
     ),
     Mutant(
         "coordination/keyvalue.py",

@@ -18,7 +18,7 @@ from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.loads.load import load_chosen
+from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
     DEFAULT_GROUPS,
     Casts,
@@ -419,7 +419,7 @@ class CheckpointManager:
             part=part,
             restore_count=self._restore_count,
         )
-        restored = resumer.run(partial(load_chosen, state, timeout=self._timeouts, **options))
+        restored = resumer.run(partial(load, state, timeout=self._timeouts, **options))
         # Only a restore that succeeded counts; if a single rank calls it, it fails there.
         self._restore_count = resumer.restore_count
         return restored

@@ -168,8 +168,8 @@ class Resumer:
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
             terms = {"check": self._check, "the checkpoint": self._selected}
-            identity = Identity(kind="the choice", url=self._url, is_read=True)
-            operation.meet(terms | {"part": str(self._takes_parts)}, identity=identity)
+            operation.identify(Identity(kind="the choice", url=self._url, is_read=True))
+            operation.meet(terms | {"part": str(self._takes_parts)})
             if self._select is not None and self._name is None:
                 self._roots, self._name = self._select()
                 self._url = " and ".join(root.location.url for root in self._roots)

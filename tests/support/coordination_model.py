@@ -7,8 +7,8 @@ requests and replies, broken connections, a stopped store, requests that arrive 
 * I1 No commit holds payloads of operations that are not equal, or of two incarnations. If no rank
   skipped a call, no commit holds payloads of two calls, even where steps are unknown.
 * I2, I5 After the last fault the next call that all ranks make commits. One more may fail for each
-  skipped call where steps are unknown, for each error of an unknown operation, and for each number
-  that an earlier incarnation gave up.
+  skipped call where steps are unknown, and for each deadline that passes after that, for each error
+  of an unknown operation, and for each number that an earlier incarnation gave up.
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
   a save that is not.
 * I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
@@ -112,6 +112,7 @@ PROMPT = {"late", "skip", "raise", "raise unknown", "cancel"}
 """Faults after which every rank can still reach the store."""
 
 READS = {"get", "wait", "wait for good", "poll", "look", "look at present", "linger"}
+LOOKS = {"look", "look at present"}
 WAITS = {"wait", "poll", "look", "linger"}
 OF_STORAGE = {"commit", "ask"}
 
@@ -127,6 +128,7 @@ class Search:
         self.members = range(1, scenario.world)
         self._merge = merge and scenario.world == 3 and scenario.operations != "sides"
         self._advanced: dict[tuple[int, int], Any] = {}
+        self._has_urls = scenario.operations == "urls"
         self._has_sessions = scenario.fresh or "restart" in scenario.faults
         self._is_prompt = PROMPT.issuperset(scenario.faults) and not scenario.fresh
 
@@ -191,7 +193,7 @@ class Search:
         kind, key = request
         if kind == "poll":
             return self._poll(store, key)
-        if kind in ("look", "look at present"):
+        if kind in LOOKS:
             return self._look(store, key, is_complete=kind == "look")
         if kind == "linger":
             return OK if store.get((*key, "left"), 0) >= self.scenario.world else None
@@ -226,8 +228,12 @@ class Search:
         ranks = range(self.scenario.world)
         now = [store.get((*round_, "from", r), [None])[0] for r in ranks]
         numbers = range(1 if self.rules.long_memory else number - 1, number)
-        before = [[store.get((token, n, 1, "from", r), [None])[0] for r in ranks] for n in numbers]
-        return decide(now, before, self.rules) or OVER
+        before = [[store.get((token, n, 1, "seen", r)) for r in ranks] for n in numbers]
+        decision = decide(now, before, self.rules)
+        if decision != OK:
+            # The memory of the coordinator, which no other rank reads.
+            store |= {(*round_, "seen", r): identity for r, identity in enumerate(now) if identity}
+        return decision or OVER
 
     # The storage, and the invariants.
 
@@ -384,7 +390,7 @@ class Search:
             store = dict(self.stores.values[state.store])
             reply = self.apply(store, request)
             if reply is not None:
-                yield reply, (None if kind in READS else store), None
+                yield reply, (None if kind in READS - LOOKS else store), None
             if local.is_over and kind in WAITS:
                 yield OVER, None, None
 
@@ -448,25 +454,29 @@ class Search:
         if "skip" in faults:
             skipped = self._with_outcome(ghost, me, rank.call, "skipped")
             after = local._replace(rank=rank._replace(call=rank.call + 1))
-            allowance = ghost.allowance + (self.scenario.operations == "urls")
-            skipped = skipped._replace(has_skipped=True, allowance=allowance)
+            skipped = skipped._replace(has_skipped=True)
+            skipped = self._with_allowance(skipped) if self._has_urls else skipped
             yield f"skips call {rank.call}", after, None, skipped
         for fault, raising in (("raise", 1), ("raise unknown", 2)):
             if fault in faults:
                 after = local._replace(rank=rank._replace(raising=raising), phase="begin")
-                is_more = raising == 2 or self.scenario.operations == "urls"
-                more = ghost._replace(allowance=ghost.allowance + is_more)
+                more = self._with_allowance(ghost) if raising == 2 or self._has_urls else None
                 yield f"call {rank.call} raises at once", after, None, more
         if "raise alone" in faults:
             after = local._replace(phase="unsent")
             yield f"call {rank.call} raises at once, without the store", after, None, None
+
+    def _with_allowance(self, ghost: Ghost) -> Ghost:
+        return ghost._replace(allowance=ghost.allowance + 1)
 
     def _of_call(self, state: State, me: int, local: Local) -> Iterator[Fault]:
         faults = self.scenario.faults
         request = self.advance(state.locals[me], me)[1]
         assert request is not None
         if "late" in faults and not local.is_over:
-            yield "deadline expires early", local._replace(is_over=True), None, None
+            ghost = self.ghosts.values[state.ghost]
+            more = self._with_allowance(ghost) if self._has_urls and ghost.has_skipped else None
+            yield "deadline expires early", local._replace(is_over=True), None, more
         if "cancel" in faults and not local.is_over:
             yield from self._cancel(state, me, local)
         down = local._replace(replies=(*local.replies, DOWN))
@@ -633,7 +643,7 @@ class Search:
 
 
 def _swapped_key(key: Any) -> Any:
-    is_private = len(key) > 2 and key[-2] in ("from", "join") and key[-1]
+    is_private = len(key) > 2 and key[-2] in ("from", "join", "seen") and key[-1]
     return (*key[:-1], 3 - key[-1]) if is_private else key
 
 
@@ -708,7 +718,7 @@ FULL = (
         faults=("late", "skip", "raise"),
         budget=2,
         operations="urls",
-        calls=6,
+        calls=8,
     ),
     Scenario(
         name="three faults of two ranks",
