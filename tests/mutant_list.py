@@ -1053,14 +1053,14 @@ _SOURCE_MUTANTS = [
 _SAVES_MUTANTS = [
     Mutant(
         "saves/outcome.py",
-        'Row("*", "committing", "unexpected", "*", "raise unknown")',
-        'Row("*", "committing", "unexpected", "*", "raise")',
+        'cause in {"interrupt", "unexpected"}:',
+        'cause == "interrupt":',
         ["tests/unit/test_save_outcome.py"],
     ),
     Mutant(
         "saves/outcome.py",
-        '"committed", "raise with info")',
-        '"committed", "return")',
+        'if storage == "committed" else',
+        'if storage == "absent" else',
         ["tests/unit/test_save_outcome.py"],
     ),
     Mutant(
