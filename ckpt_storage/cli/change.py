@@ -285,8 +285,8 @@ def _ranks(timeout_s: float) -> Iterator[int]:
 def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     """Show, or with --yes delete, the checkpoint at URL and its exports.
 
-    Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
-    by which a save that was under way finds out; so does what another tool wrote.
+    Its commit is deleted first, so that no reader sees half a checkpoint. A record of a few hundred
+    bytes stays, so that a save in flight fails; files of other tools stay, too.
     """
     with open_checkpoint(url, **options) as checkpoint:
         summary: dict[str, object] = {
