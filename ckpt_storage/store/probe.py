@@ -1,9 +1,8 @@
 """Probes what a storage does: absence, exclusive creation (I4), ranges, versions.
 
 Some servers ignore conditions, or compare them in their own way, so no class decides for a server.
-The coordinator of a save probes once per process and `Store.scope`: creation before a byte is
-written, versions while ranks write. Without a response or the right to write it raises
-`StorageError` and stores no record.
+The coordinator of a save probes once per process and `Store.scope`, before ranks write. Without a
+response or the right to write it raises `StorageError` and stores no record.
 """
 
 from __future__ import annotations
