@@ -61,7 +61,7 @@ def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, Commi
 def open_source(store: Store, options: TransferOptions) -> Source:
     """Return the checkpoint at the root of `store`, of any writer.
 
-    Costs two small concurrent reads, and the manifest for a checkpoint of ours. Otherwise the
+    Costs two small reads, side by side, and the manifest for a checkpoint of ours. Otherwise the
     folder is listed before the metadata of another writer is read; twice if files lie in folders.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
