@@ -195,7 +195,7 @@ def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:
 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
 @url_argument()
-@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
+@click.option("--depth", type=click.IntRange(min=1), help="Number of levels to show.")
 @reads()
 def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     """Show the names in the checkpoint at URL with their types, shapes and sizes.
@@ -289,9 +289,9 @@ def diff(  # one parameter for each option
 @bytes_option("--size", "large_bytes", default="16MiB", help_text="Bytes of a large object.")
 @reads()
 def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) -> int:
-    """Try out the storage at URL: abilities, rights, latency, throughput, clock.
+    """Test the storage at URL: abilities, rights, latency, throughput, clock.
 
-    Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
+    Writes below a new name there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
     diagnosis = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)
