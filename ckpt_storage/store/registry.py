@@ -103,7 +103,6 @@ def backend_of(location: Location, settings: Settings) -> Backend:
 _CLASSES = {
     "adlfs.AzureBlobFileSystem": "azure.AzureBackend",
     "fsspec.HTTPFileSystem": "web.WebBackend",
-    "fsspec.TarFileSystem": "archives.TarBackend",
     "gcsfs.GCSFileSystem": "gcs.GcsBackend",
     "s3fs.S3FileSystem": "s3.S3Backend",
 }
