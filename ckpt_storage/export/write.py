@@ -206,7 +206,7 @@ class FileWriter:
         source, crc32c = context.source.copy_source(path), None
         try:
             if source is None:
-                raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
+                raise UnsupportedByStoreError(f"{path} cannot be copied.")
             crc32c = context.target.copy_object(file.name, source, size_bytes=file.size_bytes)
         except StorageError as error:
             if error.kind in COPY_REFUSALS:

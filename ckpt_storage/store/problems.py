@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 
 if TYPE_CHECKING:
-    from .backend import CopySource, PartCopy
+    from .backend import PartCopy
 
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
@@ -375,17 +375,17 @@ def check_source(copy: PartCopy, actual_bytes: int) -> None:
         raise damaged(copy.source.path, text, min(actual_bytes, end))
 
 
-def check_copied(source: CopySource, actual_bytes: int, wanted_bytes: int) -> None:
-    """Raise `IntegrityError` unless a whole object that was copied has the length of its source."""
+def check_copied(source: str, actual_bytes: int, wanted_bytes: int) -> None:
+    """Raise `IntegrityError` unless a whole object that is copied has the length of its source."""
     if actual_bytes != wanted_bytes:
-        text = f"{source.path} has {actual_bytes} bytes; {wanted_bytes} were written."
-        raise damaged(source.path, text, min(actual_bytes, wanted_bytes))
+        text = f"{source} has {actual_bytes} bytes; {wanted_bytes} were written."
+        raise damaged(source, text, min(actual_bytes, wanted_bytes))
 
 
 def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:
     """Return the error that the storage at `url` has no such call."""
     text = f"{url} {what}."
-    return UnsupportedByStoreError(text, kind="unsupported", path=shown, next_step=next_step)
+    return UnsupportedByStoreError(text, path=shown, next_step=next_step)
 
 
 def changed(path: str) -> StorageError:

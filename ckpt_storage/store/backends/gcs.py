@@ -211,7 +211,7 @@ class GcsBackend(clouds.CloudBackend):
             report_progress()
             response = self._run(rewrite, {"rewriteToken": response["rewriteToken"]})
         made = response["resource"]
-        check_copied(source, int(made["size"]), size_bytes)
+        check_copied(source.path, int(made["size"]), size_bytes)
         crc32c = made.get("crc32c")
         return clouds.decoded(crc32c) if crc32c else None
 

@@ -217,9 +217,7 @@ class LocalBackend(Backend):
                 return
             if error.errno not in NO_CALL | {errno.EBADF, errno.ENOLCK, errno.EPERM}:
                 raise
-            raise UnsupportedByStoreError(
-                f"The folder {folder} cannot be locked.", kind="unsupported"
-            ) from error
+            raise UnsupportedByStoreError(f"The folder {folder} cannot be locked.") from error
         try:
             if _version_of(self._posix.stat(full)) != version:
                 raise changed(full)

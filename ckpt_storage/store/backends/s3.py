@@ -174,7 +174,7 @@ class S3Backend(clouds.CloudBackend):
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
                 raise
             what = f"{path}: this server does not support conditional deletes."
-            raise UnsupportedByStoreError(what, kind="unsupported") from error
+            raise UnsupportedByStoreError(what) from error
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         options = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
@@ -228,7 +228,7 @@ class S3Backend(clouds.CloudBackend):
         if "ETag" not in response:
             # The server ignored the header with the source, and holds an empty part.
             what = f"The server's response to the copy of a part of {path} has no ETag."
-            raise UnsupportedByStoreError(what, kind="unsupported")
+            raise UnsupportedByStoreError(what)
         checksum = response.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         crc32c = clouds.decoded(checksum) if checksum else None

@@ -171,7 +171,7 @@ class TempFile:
                     raise
                 what = f"{self._target} cannot be created exclusively: there are no hard links."
                 step = "Let one job at a time save here; of a mounted bucket use its own URL."
-                raise UnsupportedByStoreError(what, kind="unsupported", next_step=step) from error
+                raise UnsupportedByStoreError(what, next_step=step) from error
             if if_absent:
                 # The name exists now: a temporary name that stays is a leftover, not a failure.
                 with contextlib.suppress(OSError):
