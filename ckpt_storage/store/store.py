@@ -358,18 +358,14 @@ class Store:
         With `only`, those for whose path it returns True, because a folder may be shared; uploads
         whose path the storage does not report stay then.
         """
-        folder = prefix.strip("/")
-
-        def clear(backend: Backend) -> int:
-            count = 0
-            for upload in backend.list_uploads(folder):
-                report_progress()
-                if only is None or (upload.path is not None and only(upload.path)):
-                    backend.abort_upload(upload.path or "", upload.token)
-                    count += 1
-            return count
-
-        return self.calls.run("abort of uploads", folder, clear)
+        uploads = [
+            upload
+            for upload in self.open_uploads(prefix)
+            if only is None or (upload.path is not None and only(upload.path))
+        ]
+        for upload in uploads:
+            self.abort_upload(upload)
+        return len(uploads)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as a source of copies within the storage; None without such copies."""
