@@ -269,11 +269,8 @@ class Backend(abc.ABC):
         """Delete at most 1,000 objects; an absent one is no error."""
 
     @abc.abstractmethod
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """Begin an object in parts and return a token for the other calls.
-
-        copies: `copy_part` may be called, so ask the storage for checksums of parts.
-        """
+    def begin_upload(self, path: str, *, write_id: str) -> str:
+        """Begin an object in parts and return a token for the other calls."""
 
     @abc.abstractmethod
     def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:

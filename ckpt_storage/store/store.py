@@ -322,12 +322,9 @@ class Store:
 
         self.calls.run(operation, path, put, repeat=repeat)
 
-    def upload(self, path: str, *, copies: bool = False) -> Upload:
-        """Begin an object in parts, at a write-once name; nothing is sent before the first part.
-
-        copies: `copy_part` may be called.
-        """
-        return Upload(self.calls, path, copies=copies)
+    def upload(self, path: str) -> Upload:
+        """Begin an object in parts, at a write-once name; nothing is sent before the first part."""
+        return Upload(self.calls, path)
 
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
         """Join another process's upload of the same path.

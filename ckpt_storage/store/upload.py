@@ -43,17 +43,11 @@ class Upload:
     """
 
     def __init__(
-        self,
-        calls: Calls,
-        path: str,
-        *,
-        copies: bool = False,
-        joined: str | None = None,
-        write_id: str = "",
+        self, calls: Calls, path: str, *, joined: str | None = None, write_id: str = ""
     ) -> None:
         self._calls, self._path, self._shown = calls, path, calls.shown(path)
         self._capabilities = calls.capabilities
-        self._copies, self._is_owner, self._token = copies, joined is None, joined
+        self._is_owner, self._token = joined is None, joined
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
@@ -209,9 +203,7 @@ class Upload:
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
-                begin = methodcaller(
-                    "begin_upload", self._path, write_id=self.write_id, copies=self._copies
-                )
+                begin = methodcaller("begin_upload", self._path, write_id=self.write_id)
                 token: str = self._calls.run("start of the upload", self._path, begin)
                 self._token = token
             return self._token

@@ -120,7 +120,7 @@ def fault(operation: str, **how: object) -> Rule:
 
 
 def begun(store: Store) -> Upload:
-    return store.upload("saves/u", copies=True)
+    return store.upload("saves/u")
 
 
 @pytest.mark.parametrize("name", sorted(REPEATED))

@@ -139,7 +139,7 @@ class AzureBackend(clouds.CloudBackend):
             return {"etag": if_match, "match_condition": MatchConditions.IfNotModified}
         return {}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """Return a random text; no request is sent."""
         return os.urandom(8).hex()
 

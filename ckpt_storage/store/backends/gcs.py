@@ -134,7 +134,7 @@ class GcsBackend(clouds.CloudBackend):
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         query = {"uploadType": "resumable", "name": self._name(path)}
         data = json.dumps(_metadata(write_id)).encode()
 

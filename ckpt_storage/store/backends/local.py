@@ -233,7 +233,7 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(lock)
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         file = self._open_temp_file(path)
         name = f"{folder_of(path)}/{file.name}".lstrip("/")
         token = _Token(name)

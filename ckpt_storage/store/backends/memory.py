@@ -120,7 +120,7 @@ class MemoryBackend(Backend):
                 raise changed(path)
             self.delete([path])
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         token = os.urandom(16).hex()
         _OPEN[token] = {}
         return token

@@ -194,7 +194,7 @@ class S3Backend(clouds.CloudBackend):
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """CreateMultipartUpload with composite checksums, as Cloudflare R2 knows no other."""
         metadata, name = {clouds.WRITE_ID: write_id}, self._name(path)
         method = "create_multipart_upload"
