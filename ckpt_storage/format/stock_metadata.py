@@ -161,7 +161,6 @@ def _text(value: object) -> str:
 
 
 def _fields(value: object, name: str) -> dict[str, object]:
-    """Return the attributes of an instance of the class `name`."""
     match value:
         # A hostile file may name more attributes than any class has.
         case Record(name=kind, args=(), state=Pairs() as state) if (

@@ -83,7 +83,6 @@ class FileVersions:
                 raise changed(store.url, path, "was written again")
 
     def _is_unchanged(self, store: Store, path: str) -> bool:
-        """Return whether `stat` reports the version of the listing."""
         try:
             info = store.stat(path)
         except StorageError as error:

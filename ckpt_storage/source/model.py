@@ -315,7 +315,6 @@ def read_document(
 
 
 def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
-    """Return a document of a save, parsed."""
     path = reference.path
     data = read_document(store, reference, save_id=save_id)
     document = kind.from_body(unseal(data, path=path), where=path)

@@ -39,7 +39,6 @@ _MAX_ATTEMPTS = 5
 
 
 def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, CommittedSource | None]:
-    """Return the slots, and the checkpoint at their head if there is one."""
     for attempts_left in reversed(range(_MAX_ATTEMPTS)):
         commit_log = slotlog.read_log(store, for_reader=True)
         if commit_log.head is None:

@@ -47,8 +47,6 @@ class UnreadableResponse(Exception):  # noqa: N818  # it never leaves this layer
 
 
 class _Meaning(NamedTuple):
-    """What a failure means for the user."""
-
     kind: str
     next_step: str
     retryable: bool
@@ -244,7 +242,6 @@ def unless_absent() -> Iterator[None]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, outermost first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen and len(seen) < _CHAIN_LIMIT:

@@ -110,7 +110,6 @@ _CLASSES = {
 
 
 def _built_in(location: Location) -> Opener:
-    """Return the class of our own backend for a location."""
     backend = "local.LocalBackend"
     if not location.is_local:
         import fsspec  # noqa: PLC0415  # local users need none

@@ -392,7 +392,6 @@ class Store:
         return self.capabilities.copy_min_bytes is not None and self._shares_scope(other)
 
     def _shares_scope(self, other: Store) -> bool:
-        """Return whether both lie where copies are possible, as in one bucket."""
         mine, theirs = self.copy_source(""), other.copy_source("")
         return mine is not None and theirs is not None and mine.scope == theirs.scope
 

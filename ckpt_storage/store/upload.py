@@ -199,7 +199,6 @@ class Upload:
         self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
 
     def _ensure_begun(self) -> str:
-        """Return the token; begin the upload if nobody has."""
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")

@@ -236,7 +236,6 @@ class CloudBackend(ClientBackend):
         self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:
-        """Return the object name of a path below the root."""
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:

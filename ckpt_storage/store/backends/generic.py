@@ -282,7 +282,6 @@ class FsspecBackend(ClientBackend):
             fs.info(first)
 
     def _full(self, path: str) -> str:
-        """Return a path in the spelling of the file system."""
         return f"{self._root}/{path}".rstrip("/") if path else self._root
 
     def _info(self, fs: ForeignFs, path: str) -> ObjectInfo:
@@ -378,7 +377,6 @@ def _exists(fs: ForeignFs, full: str) -> bool:
 
 
 def _remove(fs: ForeignFs, full: str) -> None:
-    """Remove a file that may be absent."""
     try:
         fs.rm_file(full)
     except Exception:

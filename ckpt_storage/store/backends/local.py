@@ -363,7 +363,6 @@ class LocalBackend(Backend):
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Yield the descriptor of a file opened for reading, and its stat result."""
         full = self._full(path)
 
         def attempt() -> tuple[int, os.stat_result]:

@@ -176,7 +176,6 @@ class MemoryBackend(Backend):
 
 
 def _pieces(path: str, token: str) -> dict[int, bytes]:
-    """Return the parts of an open upload."""
     try:
         return _OPEN[token]
     except KeyError:

@@ -415,7 +415,6 @@ def _receipt(response: Mapping[str, Any]) -> str:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the S3 error code that a client error carries, or ""."""
     response = getattr(error, "response", None)
     if not isinstance(response, Mapping):
         return ""

@@ -252,7 +252,6 @@ class TempFile:
                     self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the descriptor unless a thread uses it."""
         with self._lock:
             fd = None
             if not self._user_count:
