@@ -121,7 +121,7 @@ connection again: Check the address (endpoint_url), the network and that the ser
     azure.HttpResponseError azure.IncompleteReadError azure.ServiceRequestError
     azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
     botocore.HTTPClientError botocore.IncompleteReadError builtins.ConnectionError
-    builtins.EOFError concurrent.CancelledError google.TransportError
+    builtins.EOFError ckpt_storage.ShortReadError concurrent.CancelledError google.TransportError
     http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
     requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
 unsupported: This storage cannot do that; use another storage, or its native API.

@@ -20,7 +20,6 @@ from .backend import (
     ObjectInfo,
     OpenUpload,
     Range,
-    ShortReadError,
 )
 from .calls import CallOptions, Calls, Repeat, nothing_was_done
 from .deadline import Deadline
@@ -142,15 +141,7 @@ class Store:
 
     def tail(self, path: str, byte_count: int) -> Content:
         """Return the last bytes of an object, or all of a shorter one, and its version."""
-
-        def tail(backend: Backend) -> Content:
-            try:
-                return backend.tail(path, byte_count)
-            except ShortReadError:
-                # It was replaced by a shorter object.
-                return backend.tail(path, byte_count)
-
-        return self._run_read("read", path, tail)
+        return self._run_read("read", path, lambda backend: backend.tail(path, byte_count))
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; each attempt iterates over the ranges from the start.

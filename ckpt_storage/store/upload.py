@@ -57,7 +57,6 @@ class Upload:
         self._lock = threading.Lock()
         # Held during the start, so that parts that are sent at once begin one upload.
         self._begin_lock = threading.Lock()
-        self._is_flushed = False
         self._abandoned_part: Part | None = None
         self._state: _State = "open"
 
@@ -151,12 +150,11 @@ class Upload:
                 self._state = "closed"
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
-        if token is not None and not self._is_flushed:
+        if token is not None:
             what = "flush of the parts"
             flush = methodcaller("flush_parts", self._path, token)
             sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
             self._calls.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
-            self._is_flushed = True
         return parts
 
     def complete(self, total_bytes: int, *, receipts: Sequence[Part] = ()) -> None:
