@@ -234,7 +234,7 @@ class Checkpoint(Mapping[str, Any]):
         total_bytes = sum(tensor.nbytes for tensor in tensors)
         with handle.reporting(progress, total_bytes=total_bytes) as on_bytes:
             wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
-            arrays = read_tensors(handle, wanted, on_bytes=on_bytes)
+            arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
             pairs = zip(tensors, arrays, strict=True)
             values = {tensor.fqn: made(words, tensor.dtype) for tensor, words in pairs}
             objects = [fqn for fqn in chosen if fqn not in values]

@@ -26,7 +26,7 @@ from ckpt_storage.source.opening import open_newest
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import stalling_deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader, ignore
 
@@ -191,6 +191,7 @@ def read_tensors(
     handle: Handle,
     wanted: Sequence[tuple[str, Selection]],
     *,
+    gaps: Gaps = "none",
     on_bytes: OnBytes = ignore,
 ) -> list[Words]:
     """Return the elements of each selection (FQN, positions per dimension) as an array of words.
@@ -204,19 +205,20 @@ def read_tensors(
         kind = WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
         arrays.append(np.empty(tuple(map(len, ranges)), kind))
         parts += _parts(handle, fqn, ranges, arrays[-1])
-    _read_parts(handle, parts, on_bytes=on_bytes)
+    _read_parts(handle, parts, gaps=gaps, on_bytes=on_bytes)
     return arrays
 
 
 def read_into(handle: Handle, fqn: str, ranges: Selection, array: Words) -> None:
     """Read the elements of a selection into an array of words; raises as `read_tensors`."""
-    _read_parts(handle, list(_parts(handle, fqn, ranges, array)), on_bytes=ignore)
+    _read_parts(handle, list(_parts(handle, fqn, ranges, array)), gaps="cheap", on_bytes=ignore)
 
 
 def _read_parts(
     handle: Handle,
     parts: Sequence[tuple[Key, Callable[..., ArrayRead]]],
     *,
+    gaps: Gaps,
     on_bytes: OnBytes,
 ) -> None:
     if not parts:
@@ -224,7 +226,7 @@ def _read_parts(
     with handle.reading([key for key, _ in parts]) as (chunks, places):
         reads = [read(place=place) for (_, read), place in zip(parts, places, strict=True)]
         raw = [read for read in reads if read.place.kind == "raw"]
-        chunks.read(raw, on_bytes=on_bytes)
+        chunks.read(raw, gaps=gaps, on_bytes=on_bytes)
         if len(raw) < len(reads):
             from .torchload import read_opaque, words_of  # noqa: PLC0415  # imports torch
 
@@ -324,7 +326,7 @@ def walk(
 def _pieces(
     handles: Sequence[Handle], batch: Sequence[tuple[str, Selection]], on_bytes: OnBytes
 ) -> Iterator[tuple[str, list[Words]]]:
-    arrays = [read_tensors(handle, batch) for handle in handles]
+    arrays = [read_tensors(handle, batch, gaps="cheap") for handle in handles]
     for (fqn, _), *sides in zip(batch, *arrays, strict=True):
         flat = [words.reshape(-1) for words in sides]
         on_bytes(sum(words.nbytes for words in flat))

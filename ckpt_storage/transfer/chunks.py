@@ -34,6 +34,10 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from .ranges import RangeRead, RangeReader, ignore
 from .read_costs import ReadCosts, costs_for
 
+Gaps = Literal["none", "cheap"]
+"""What is read between two selected elements: only the rest of their blocks, or also gaps that take
+less time than another request."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlace:
@@ -134,7 +138,9 @@ class ChunkReader:
         self._ranges = ranges
         self._costs = costs or costs_for(ranges.store)
 
-    def plan(self, reads: Sequence[ChunkRead], *, turn: int | None = None) -> list[RangeRead]:
+    def plan(
+        self, reads: Sequence[ChunkRead], *, gaps: Gaps = "cheap", turn: int | None = None
+    ) -> list[RangeRead]:
         """Return the ranges that serve all `reads`, in order of file and offset; nothing is read.
 
         A range has at most the options' `part_bytes`, or one larger block or element. With a
@@ -144,18 +150,24 @@ class ChunkReader:
         """
         options = self._ranges.options
         total_bytes = sum(read.place.size_bytes for read in reads)
-        plan = _Plan(self._costs, options.part_bytes, options.thread_count, total_bytes)
+        plan = _Plan(self._costs, options.part_bytes, options.thread_count, total_bytes, gaps)
         for read in reads:
             plan.add(read)
         return plan.ranges(turn)
 
-    def read(self, reads: Sequence[ChunkRead], *, on_bytes: Callable[[int], None] = ignore) -> None:
+    def read(
+        self,
+        reads: Sequence[ChunkRead],
+        *,
+        gaps: Gaps = "cheap",
+        on_bytes: Callable[[int], None] = ignore,
+    ) -> None:
         """Fill the targets of `reads`; all bytes are checked on return.
 
         Raises `IntegrityError` (file, FQN, offset) and the store's errors; the targets are then
         undefined.
         """
-        self._ranges.run(self.plan(reads), on_bytes=on_bytes)
+        self._ranges.run(self.plan(reads, gaps=gaps), on_bytes=on_bytes)
 
     def read_bytes(
         self, places: Sequence[ChunkPlace], *, on_bytes: Callable[[int], None] = ignore
@@ -180,15 +192,18 @@ class _Plan:
     """Divides reads into ranges of their own and windows that neighbours share."""
 
     def __init__(
-        self, costs: ReadCosts, part_bytes: int, stream_count: int, total_bytes: int
+        self, costs: ReadCosts, part_bytes: int, stream_count: int, total_bytes: int, gaps: Gaps
     ) -> None:
+        max_bytes = part_bytes
         if stream_count > 1:
             # Keeps all streams busy to the end.
             fair_bytes = max(costs.part_min_bytes, total_bytes // stream_count)
             part_bytes = min(part_bytes, fair_bytes)
         self._part_bytes = part_bytes
-        self._window_bytes = min(part_bytes, costs.window_bytes)
-        self._gap_bytes = costs.gap_bytes
+        # Without gaps, few requests matter more than many in parallel.
+        window_bytes = max_bytes if gaps == "none" else part_bytes
+        self._window_bytes = min(window_bytes, costs.window_bytes)
+        self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
         # Below this, a request of its own costs more than a copy out of a shared one.
         self._direct_min_bytes = min(costs.window_bytes // 2, costs.copy_bytes, part_bytes)
         self._copies_beat_requests = costs.copy_bytes > self._window_bytes

@@ -31,7 +31,7 @@ from ckpt_storage.saves.devices import DeviceReader
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, Gaps
 from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.read_costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 
@@ -67,6 +67,7 @@ def read(
     *,
     part_bytes: int = 16 * MIB,
     thread_count: int = 1,
+    gaps: Gaps = "cheap",
     turn: int | None = None,
 ) -> None:
     backend = MemoryBackend(Location.of("memory://chunks"))
@@ -77,7 +78,7 @@ def read(
     )
     with contextlib.closing(Store(backend, url="memory://chunks")) as store:
         ranges = RangeReader(store, options)
-        planned = ChunkReader(ranges, costs).plan(reads, turn=turn)
+        planned = ChunkReader(ranges, costs).plan(reads, gaps=gaps, turn=turn)
         longest = max((one.stop - one.start for one in planned), default=0)
         assert longest <= max(part_bytes, BLOCK_BYTES + ITEM_BYTES)
         ranges.run(planned)
@@ -139,14 +140,15 @@ def cases(draw: st.DrawFn) -> Case:
     costs=st.sampled_from([TINY, replace(TINY, copy_bytes=1_000_000), LOCAL_COSTS, REMOTE_COSTS]),
     part_bytes=st.sampled_from([KIB, 4 * KIB, 16 * KIB, MIB]),
     thread_count=st.sampled_from([1, 4]),
+    gaps=st.sampled_from(["none", "cheap"]),
     turn=st.sampled_from([None, 0, 1]),
 )
 def test_every_selection_gets_what_slicing_gives(
-    case: Case, costs: ReadCosts, part_bytes: int, thread_count: int, turn: int | None
+    case: Case, costs: ReadCosts, part_bytes: int, thread_count: int, gaps: Gaps, turn: int | None
 ) -> None:
     """Whatever the costs, shapes, selections, parts and targets, each element arrives."""
     files, wanted = case
-    how: dict[str, Any] = {"thread_count": thread_count, "turn": turn}
+    how: dict[str, Any] = {"thread_count": thread_count, "gaps": gaps, "turn": turn}
     read([one for one, _ in wanted], files, costs, part_bytes=part_bytes, **how)
     for one, expected in wanted:
         assert torch.equal(one.tensor, expected.to(one.tensor.dtype))
