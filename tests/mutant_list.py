@@ -860,7 +860,7 @@ _COMMIT_MUTANTS = [
         [f"{_UPKEEP}::test_attempts_that_never_committed_are_fenced_and_freed"],
     ),
     Mutant(
-        "commit/fencing.py",
+        "commit/cleaning.py",
         "freed = [save_id for save_id in dead if save_id not in commits]",
         "freed = list(dead)",
         [_UPKEEP, _COMMIT],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import deletion, fencing, publishing
+from ckpt_storage.commit import cleaning, deletion, publishing
 from ckpt_storage.commit.attempt import SaveTicket, find_conflict
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
@@ -88,7 +88,7 @@ def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log:
     is_committed = head is not None and head.save_id == part
     if is_committed or not objects.is_there(store, names.manifest_path(part)):
         return part
-    if not fencing.fence_and_free(store, [part]):
+    if not cleaning.fence_and_free(store, [part]):
         raise CommitConflictError(
             f"Another process has committed the same part, {part}, to {store.url}.",
             winner={"save_id": part},

@@ -85,6 +85,6 @@ class _StoredFiles(Backend):
 
     def _refuse(self, *_: object, **__: object) -> Never:
         what = f"Files of {self._handle.url} can only be read."
-        raise UnsupportedByStoreError(what, kind="unsupported")
+        raise UnsupportedByStoreError(what)
 
     put = delete = begin_upload = put_part = complete_upload = abort_upload = _refuse

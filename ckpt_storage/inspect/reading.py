@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,12 +43,6 @@ _PIECES_HELD = 8
 """An upper bound: a piece, the buffers of its read, and the same of a second tensor."""
 
 
-@lru_cache(maxsize=8)
-def _kept(_: Location) -> dict[Hashable, Any]:
-    """Return the cache of documents of a location that this process opened lately."""
-    return {}
-
-
 class Handle:
     """One open checkpoint; every read has its own deadline. Thread-safe.
 
@@ -72,7 +66,6 @@ class Handle:
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=arguments["retry"])
-        self._store.kept = _kept(location)
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as store:

@@ -247,7 +247,6 @@ class CheckpointStorage(Storage):
         """Refuse: a rename by one rank is no commit of all."""
         raise UnsupportedByStoreError(
             f"{src_path} is not renamed to {dst_path}: ranks commit together.",
-            kind="unsupported",
             next_step="Use manager_config, or write_to_temp_dir=False with commit_on_every_rank.",
         )
 
@@ -255,7 +254,6 @@ class CheckpointStorage(Storage):
         """Refuse: the files of a checkpoint go together."""
         raise UnsupportedByStoreError(
             f"{path} is part of a checkpoint.",
-            kind="unsupported",
             next_step="Delete the checkpoint, with ckpt_storage.delete.",
         )
 

@@ -18,7 +18,7 @@ from dcp_cases import same
 from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
-from ckpt_storage.commit import fencing
+from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export.output import place_within
@@ -81,7 +81,7 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     store = open_store(target, sync_files=False)
     if kind == "fenced":
         store.make_folders(["commits"])
-        fencing.fence(store, [old_id])
+        cleaning.fence(store, [old_id])
     else:
         copy(source, target)
     if kind == "deleted":
