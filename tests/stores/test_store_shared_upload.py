@@ -13,6 +13,8 @@ import pytest
 from crc32c import crc32c
 from limits import HANG_S
 from local_stores import error_of, local_store
+from posix_faults import FaultPosix
+from power_cuts import PowerCutPosix
 from remote_tools import plain
 from servers import ask
 
@@ -23,8 +25,6 @@ from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.power import PowerCutPosix
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PATH = "hf/model.safetensors"
