@@ -33,6 +33,7 @@ from front_door_cases import caught, default_group, state_of
 from limits import HANG_S
 from on_ranks import gathered, on_ranks
 from rank_pool import RankPool
+from s3_server import FaultRule, S3Server
 from saver_cases import until
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,7 +42,6 @@ from ckpt_storage import AsyncSaver, CheckpointManager, CheckpointStorageWriter,
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import store_of
 from ckpt_storage.options import Timeouts
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 WITHIN_S = 10.0
 """What is promised where another rank of the host lives."""
