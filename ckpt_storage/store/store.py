@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
+from typing import Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
@@ -54,9 +54,6 @@ class Store:
     says what it means; it holds no credentials. After kind "timeout" from a read or a part, its
     memory must not be used for anything else: an abandoned thread may still fill it.
     """
-
-    kept: MutableMapping[Hashable, Any] | None = None
-    """Cache of documents that never change, set after opening; None: no cache."""
 
     def __init__(
         self,
