@@ -126,6 +126,8 @@ def plan_shares(
     units. `is_forced`: any saving pays.
     """
     common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
+    if not can_plan(sum(map(len, common.values()))):
+        return None
     drafts: list[tuple[tuple[int, ...], list[Piece]]] = []
     held_bytes = saved_bytes = member_count = 0
     cells: dict[object, list[tuple[int, int, tuple[int, ...]]]] = {}
