@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Never
 
+import numpy as np
+
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.inspect.reading import Handle, read_tensors
+from ckpt_storage.inspect.reading import Handle, read_into
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import Source, gone
 from ckpt_storage.store.backend import Backend, Capabilities, Content, ObjectInfo, Range
@@ -68,9 +70,9 @@ class _StoredFiles(Backend):
     def read(self, path: str, ranges: Iterable[Range]) -> int:
         for start, view in ranges:
             if view:
-                wanted = (f"{FILES_PREFIX}{path}", (range(start, start + len(view)),))
-                (array,) = read_tensors(self._handle, [wanted], gaps="cheap")
-                view[:] = array.data
+                array = np.frombuffer(view, dtype="u1")
+                positions = (range(start, start + len(view)),)
+                read_into(self._handle, f"{FILES_PREFIX}{path}", positions, array)
         return self.stat(path).size_bytes
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:

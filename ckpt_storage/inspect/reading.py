@@ -203,8 +203,24 @@ def read_tensors(
         kind = WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
         arrays.append(np.empty(tuple(map(len, ranges)), kind))
         parts += _parts(handle, fqn, ranges, arrays[-1])
+    _read_parts(handle, parts, gaps=gaps, on_bytes=on_bytes)
+    return arrays
+
+
+def read_into(handle: Handle, fqn: str, ranges: Selection, array: Words) -> None:
+    """Read the elements of a selection into an array of words; raises as `read_tensors`."""
+    _read_parts(handle, list(_parts(handle, fqn, ranges, array)), gaps="cheap", on_bytes=ignore)
+
+
+def _read_parts(
+    handle: Handle,
+    parts: Sequence[tuple[Key, Callable[..., ArrayRead]]],
+    *,
+    gaps: Gaps,
+    on_bytes: OnBytes,
+) -> None:
     if not parts:
-        return arrays
+        return
     with handle.reading([key for key, _ in parts]) as (chunks, places):
         reads = [read(place=place) for (_, read), place in zip(parts, places, strict=True)]
         raw = [read for read in reads if read.place.kind == "raw"]
@@ -215,7 +231,6 @@ def read_tensors(
             for read, elements in read_opaque(chunks, reads, on_bytes=on_bytes):
                 array = read.array  # type: ignore[attr-defined]  # an `ArrayRead`
                 array[...] = words_of(elements, array.dtype.str)
-    return arrays
 
 
 def _parts(
