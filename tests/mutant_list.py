@@ -1257,8 +1257,8 @@ _DCP_MUTANTS = [
 _LOADS_MUTANTS = [
     Mutant(
         "loads/items.py",
-        "                if _is_filled(earlier):\n",
-        "                if earlier:\n",
+        "if not _is_equal(*tensors)]",
+        "if not tensors]",
         [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),

@@ -27,7 +27,6 @@ def open_stored_files(spec: ExportSpec, source: Source) -> Store:
     handle = Handle(
         spec.source,
         unsafe_pickle=False,
-        casts="checked",
         arguments={
             "thread_count": spec.thread_count,
             "memory_limit_bytes": spec.memory_limit_bytes,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.options import LOCAL_READ_BYTES, Casts, TransferOptions
+from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, Source, adding_context
 from ckpt_storage.source.opening import open_newest
@@ -55,13 +55,11 @@ class Handle:
         location: Location,
         *,
         unsafe_pickle: bool,
-        casts: Casts,
         arguments: Any,  # noqa: ANN401  # those of `verify`
     ) -> None:
         self.location = location
         self.url = location.url
         self.unsafe_pickle = unsafe_pickle
-        self.casts: Casts = casts
         self.arguments: Mapping[str, Any] = arguments
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load

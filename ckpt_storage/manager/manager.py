@@ -47,7 +47,7 @@ from .resume import Check, Restored, Resumer
 from .retention import PruneReport
 from .root import Root
 from .schedule import Schedule
-from .selection import Selected, select_own
+from .selection import find_own
 from .step_save import StepSave
 from .upkeep import Upkeep
 
@@ -231,8 +231,8 @@ class CheckpointManager:
 
         The checkpoint need not exist. Raises `InvalidInputError` for a value that is no URL.
         """
-        selection = select_own(self._roots, Location.of(url))
-        return None if selection is None else self._root.names.step_of(selection[1])
+        checkpoint = find_own(self._roots, Location.of(url))
+        return None if checkpoint is None else self._root.names.step_of(checkpoint[1])
 
     def _location_of(self, step: int) -> Location:
         return self._root.location.child(self._root.names.name_of(step))
@@ -416,7 +416,8 @@ class CheckpointManager:
             self._restoring_ranks,
             self._roots,
             check=check,
-            selected=Selected.of(self._roots, step=step, url=url),
+            step=step,
+            url=url,
             part=part,
             restore_count=self._restore_count,
         )

@@ -14,12 +14,12 @@ import torch
 from cli_tools import STEPS, answer, call, make_run, state_at
 from copy_cases import files_below, flip, save, saved_stock
 from dcp_cases import same
+from s3_server import S3Server
 from safetensors.torch import load_file
 
 from ckpt_storage import CheckpointInfo, InvalidInputError, delete
 from ckpt_storage.cli import change, main
 from ckpt_storage.cli.app import _COMMANDS
-from ckpt_storage.testing.s3_server import S3Server
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 

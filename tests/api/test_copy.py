@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same
+from s3_server import S3Server
 from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
@@ -30,7 +31,6 @@ from ckpt_storage.store.backend import Content
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from copy_cases import files_below, make, state_of
 from dcp_cases import same, seeded
 from flipping_server import FlippingServer
+from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 
 from ckpt_storage import (
@@ -28,7 +29,6 @@ from ckpt_storage import (
 )
 from ckpt_storage.format.names import INDEX_NAME
 from ckpt_storage.options import MIB
-from ckpt_storage.testing.ranks import RankPool
 
 URL = "s3://bkt/run"
 

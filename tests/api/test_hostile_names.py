@@ -19,6 +19,7 @@ import pytest
 import torch
 from cli_tools import call
 from hostile_names import KINDS, PLAIN, UNSAFE, UNSENDABLE, bucket_of, tree
+from s3_server import S3Server
 from safetensors.torch import save as weights_of
 
 import ckpt_storage
@@ -34,7 +35,6 @@ from ckpt_storage import (
 )
 from ckpt_storage.integrations.file_entries import write_files
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 NAMELESS = [name for name in UNSAFE if "//" in f"/{name}"]
 """Of a folder without a name; for fsspec that is the folder above."""

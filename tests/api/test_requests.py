@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
 from dcp_cases import same, seeded
 from remote_tools import ops, options_of
+from s3_server import FaultRule, S3Server
 from safetensors.torch import save_file
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckpt_storage
 from ckpt_storage import CheckpointGoneError, CheckpointStorageWriter, RetryPolicy, verify
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.pacing import Pacer
 
 pytestmark = pytest.mark.filterwarnings(

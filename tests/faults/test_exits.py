@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from fork_server import ForkServer, exit_codes
 from limits import HANG_S, SLACK_S
+from s3_server import S3Server
 from saver_cases import Hold, is_alive, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -35,7 +36,6 @@ from ckpt_storage.coordination.keyvalue import (
     StoreClient,
 )
 from ckpt_storage.store.threads import halt_threads, park_if_exiting
-from ckpt_storage.testing.s3_server import S3Server
 
 
 class Slow(DefaultSavePlanner):

@@ -22,6 +22,7 @@ from dcp_cases import same, seeded
 from fault_tools import Faulty, each_fault
 from manager_cases import seen_in, state_of
 from prune_cases import name_of
+from s3_server import FaultRule, S3Server, crash_rules
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, RetryPolicy, consolidate, convert, copy, thin, verify
@@ -37,7 +38,6 @@ from ckpt_storage.store import Location, abilities, open_store
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
-from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from copy_cases import flip
 from integration_tools import EXAMPLES, finish, finish_all, need, sound, torchrun
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import CheckpointExistsError, CommitConflictError, IntegrityError
-from ckpt_storage.testing.s3_server import S3Server
 
 need("torch_checkpointing")
 

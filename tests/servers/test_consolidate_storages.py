@@ -17,6 +17,8 @@ from commit_tools import body_of, sealed
 from consolidate_cases import check, check_report
 from copy_cases import files_below, save, save_files, state_of
 from limits import HANG_S
+from rank_pool import RankPool
+from s3_server import FaultRule, S3Server
 from servers import Running
 
 import ckpt_storage
@@ -29,8 +31,6 @@ from ckpt_storage.manager.prune import prune
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 DTYPES = ["bfloat16", "float8_e4m3fn", "bool", "int64"]
 MIB = 1 << 20

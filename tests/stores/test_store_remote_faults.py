@@ -13,6 +13,7 @@ import pytest
 from crc32c import crc32c
 from local_stores import error_of
 from remote_tools import KEY, PARTS, POLICY, SECRET, ops, options_of, plain, retrying, send
+from s3_server import Action, FaultRule, S3Server
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.format.crc import BlockHasher
@@ -21,7 +22,6 @@ from ckpt_storage.store import Location, Settings
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.s3_server import Action, FaultRule, S3Server
 from ckpt_storage.transfer.writing import ObjectWriter
 
 EXPIRED = FaultRule(action="status", status=403, code="ExpiredToken")

@@ -13,7 +13,10 @@ import pytest
 from crc32c import crc32c
 from limits import HANG_S
 from local_stores import error_of, local_store
+from posix_faults import FaultPosix
+from power_cuts import PowerCutPosix
 from remote_tools import plain
+from s3_server import FaultRule, S3Server
 from servers import ask
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
@@ -23,9 +26,6 @@ from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.power import PowerCutPosix
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PATH = "hf/model.safetensors"
 PART_BYTES = 5 * 1024 * 1024
