@@ -107,7 +107,7 @@ def select(
     if exclude is not None:
         chosen = chosen - matching(exclude, values, "exclude")
     unsupported: dict[str, str] = {}
-    if to in {"safetensors", "dcp_safetensors"}:
+    if to == "safetensors":
         unsupported = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
             reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None
