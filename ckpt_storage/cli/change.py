@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -53,7 +52,6 @@ from .options import (
 from .output import SOUND, UNSOUND, check_root
 
 _THINNED = ("url", "save_id", "was_thin", "dropped", "freed_bytes", "kept_bytes")
-_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 
 
@@ -391,21 +389,11 @@ def prune(  # one parameter for each option
 def _check_names(template: str, folders: list[str]) -> None:
     """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
-        templates = Counter(filter(None, map(_template_of, folders)))
-        best, count = next(iter(templates.most_common(1)), ("", 0))
-        fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
-        what = f"None of the {len(folders)} folders below ROOT is named {template!r}."
-        step = f"{fits}Say by --names how the run spells its steps."
+        what = (
+            f"No folder below ROOT is named {template!r}; one of {len(folders)} is {folders[0]!r}."
+        )
+        step = "Say by --names how the run spells its steps, such as 'checkpoint-{step}'."
         raise InvalidInputError(what, next_step=step)
-
-
-def _template_of(name: str) -> str:
-    """Return how a folder's name spells its step, "" if it has no digits."""
-    number = _LAST_NUMBER.search(name)
-    if number is None:
-        return ""
-    padded = f":0{len(number[0])}d" if number[0].startswith("0") else ""
-    return f"{name[: number.start()]}{{step{padded}}}{name[number.end() :]}"
 
 
 def _best(text: str) -> KeepBest:

@@ -325,7 +325,7 @@ def test_doctor_reports_and_advises(tmp_path: Path) -> None:
         (["convert", "{last}", "{tmp}/x", "--to", "safetensors"], "Pass --drop-unsupported"),
         (["show", "{tmp}/nothing"], "ckpt-storage ls ROOT"),
         (["rm", "{tmp}/stock", "--yes"], "another tool"),
-        (["prune", "{tmp}/run", "--keep-latest", "1", "--yes"], "--names 'checkpoint-{step}'"),
+        (["prune", "{tmp}/run", "--keep-latest", "1", "--yes"], "one of 1 is 'checkpoint-900'"),
     ],
 )
 def test_what_cannot_run_exits_with_two_and_one_line(
