@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -251,24 +251,15 @@ class CheckpointStorage(Storage):
             next_step="Use manager_config, or write_to_temp_dir=False with commit_on_every_rank.",
         )
 
-    def delete(self, path: Path) -> None:
-        """Refuse: the files of a checkpoint go together."""
+    def _refuse(self, path: object) -> Never:
+        """Refuse what their savers and loaders do not need."""
         raise UnsupportedByStoreError(
-            f"{path} is part of a checkpoint.",
+            f"{path} cannot be deleted or listed through the storage of torch_checkpointing.",
             kind="unsupported",
-            next_step="Delete the checkpoint, with ckpt_storage.delete.",
+            next_step="Use ckpt_storage.delete and ckpt_storage.list_checkpoints.",
         )
 
-    def rmdir(self, path: Path) -> None:
-        """Delete a checkpoint."""
-        name, below = self._split(path)
-        if not name or below:
-            raise InvalidInputError(
-                f"{path} is no checkpoint.", next_step="Name a checkpoint by its URL."
-            )
-        self._opened.pop(name, None)
-        options = self._config.storage_options
-        ckpt_storage.delete(self._url_of(name), storage_options=options)
+    delete = rmdir = ls = isdir = glob = _refuse
 
     # Reading.
 
@@ -304,23 +295,6 @@ class CheckpointStorage(Storage):
             for entry in checkpoint.entries()
             if entry.fqn.startswith(PREFIX) and entry.dtype == "uint8"
         }
-
-    def isdir(self, path: Path) -> bool:
-        """Return whether a path is the root, a committed checkpoint or a folder in it."""
-        name, file = self._split(path)
-        return self.exists(path) and (not file or file not in self._files(self._checkpoint(name)))
-
-    def ls(self, path: Path) -> list[str]:
-        """Return the names of checkpoints, or of what is in a folder of a checkpoint."""
-        name, folder = self._split(path)
-        if not name:
-            options = self._config.storage_options
-            infos = ckpt_storage.list_checkpoints(self._config.url, storage_options=options)
-            return [info.name for info in infos]
-        prefix = f"{folder}/" if folder else ""
-        files = self._files(self._checkpoint(name))
-        inside = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
-        return sorted({file.partition("/")[0] for file in inside})
 
     def getsize(self, path: Path) -> int:
         """Return the length of a file. Raises `FileNotFoundError`."""
