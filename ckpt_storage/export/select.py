@@ -16,16 +16,13 @@ from typing import Literal
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import parse_per_rank_key
+from ckpt_storage.format.names import FILES_PREFIX, parse_per_rank_key
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.renaming import new_names
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
-
-FILES_PREFIX = "files."
-"""What the names of entries begin with whose bytes are a file: `files.config.json`."""
 
 Reason = Literal[
     "blob",

@@ -16,7 +16,7 @@ from torch_checkpointing.metadata_serialization import DistributedMetadataFormat
 from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import Storage
 
-from ckpt_storage.saves.file_streams import PREFIX
+from ckpt_storage.format.names import FILES_PREFIX
 
 from .checkpointing_storage import CheckpointStorage
 
@@ -52,7 +52,7 @@ class CheckpointStorageFormat(DistributedMetadataFormat):
         if not isinstance(storage, CheckpointStorage) or not storage.exists(checkpoint_dir):
             return None
         names = storage.value_names(checkpoint_dir)
-        if not names or all(name.startswith(PREFIX) for name in names):
+        if not names or all(name.startswith(FILES_PREFIX) for name in names):
             return None
         group = GlobalObjectMetadata(sharding_metadata=_AnySharding(), ranks=())
         item = DistributedItemMetadata(

@@ -31,9 +31,10 @@ from ckpt_storage.errors import (
     InvalidInputError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.names import FILES_PREFIX
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.file_streams import PREFIX, FilesSave
+from ckpt_storage.saves.file_streams import FilesSave
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
@@ -291,9 +292,9 @@ class CheckpointStorage(Storage):
     def _files(checkpoint: Checkpoint) -> dict[str, int]:
         """Return the length of each file."""
         return {
-            entry.fqn.removeprefix(PREFIX): entry.size_bytes
+            entry.fqn.removeprefix(FILES_PREFIX): entry.size_bytes
             for entry in checkpoint.entries()
-            if entry.fqn.startswith(PREFIX) and entry.dtype == "uint8"
+            if entry.fqn.startswith(FILES_PREFIX) and entry.dtype == "uint8"
         }
 
     def getsize(self, path: Path) -> int:
