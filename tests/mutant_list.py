@@ -305,12 +305,6 @@ _CLI_MUTANTS = [
         "return SOUND",
         [f"{_CLI}::test_verify_says_sound_or_what_is_damaged"],
     ),
-    Mutant(
-        "cli/change.py",
-        "return UNSOUND if report.failed_exports else SOUND",
-        "return SOUND",
-        [f"{_CLI}::test_cp_that_leaves_a_damaged_export_out_exits_with_one"],
-    ),
 ]
 
 _INSPECT_MUTANTS = [
@@ -1519,15 +1513,9 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/copy_foreign.py",
-        "if save_id is not None or any(map(exports.is_of_export, documents)):",
-        "if save_id is not None:",
+        "if any(map(exports.is_of_export, documents)):",
+        "if not documents and entries == {}:",
         [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
-    ),
-    Mutant(
-        "export/copy_foreign.py",
-        "was_there = save_id is not None and _has_export",
-        "was_there = _has_export",
-        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked"],
     ),
     Mutant(
         "export/reads.py",

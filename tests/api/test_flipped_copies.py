@@ -100,17 +100,6 @@ def test_a_second_wrong_byte_of_a_checkpoint_is_damage(
     assert not list(tmp_path.glob("copy/commits/*"))
 
 
-def test_a_second_wrong_byte_of_an_export_is_damage(server: FlippingServer, tmp_path: Path) -> None:
-    """The copy of the checkpoint is whole, and says why its export was left out."""
-    make("ckpt_storage", state_of(1), tmp_path / "run")
-    consolidate(tmp_path / "run")
-    upload(server, tmp_path / "run", "run")
-    server.flip("hf/model.safetensors", 1000)
-    report = copy(URL, tmp_path / "copy", storage_options=server.storage_options)
-    assert "model.safetensors" in report.failed_exports["hf"]
-    assert verify(tmp_path / "copy").ok
-
-
 def exported(path: Path) -> Path:
     """Return an export of several weight files, with a file beside them."""
     make("ckpt_storage", {"a": seeded(1, 900), "b": seeded(2, 900)}, path)
