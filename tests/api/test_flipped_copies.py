@@ -66,15 +66,12 @@ def each_flip(server: FlippingServer, suffix: str, folder: Path, call: Call) -> 
 
 
 def test_a_copy_reads_a_wrong_byte_again(server: FlippingServer, tmp_path: Path) -> None:
-    """Whichever answer has it, the checkpoint and its export arrive whole."""
+    """Whichever answer has it, the checkpoint arrives whole."""
     make("ckpt_storage", state_of(1), tmp_path / "run")
-    consolidate(tmp_path / "run")
     upload(server, tmp_path / "run", "run")
     call = partial(copy, URL, storage_options=server.storage_options)
     for target in each_flip(server, "", tmp_path / "to", call):
         assert verify(target).ok, target
-        old, new = (files_below(root / "hf") for root in (tmp_path / "run", target))
-        assert new == {name: data for name, data in old.items() if "job.json" not in name}, target
 
 
 def test_a_copy_of_a_part_reads_a_wrong_byte_again(server: FlippingServer, tmp_path: Path) -> None:
