@@ -97,7 +97,6 @@ def _no_tensor(fqn: str, next_step: str) -> InvalidInputError:
 
 
 def _put(parts: Iterable[bytes]) -> None:
-    """Write to standard output."""
     sys.stdout.flush()
     sys.stdout.buffer.writelines(parts)
     sys.stdout.buffer.flush()

@@ -153,7 +153,6 @@ class CopyOfCommitted(Copy):
         return read_document(self.context.source, reference, save_id=save_id, max_bytes=max_bytes)
 
     def _put(self, reference: FileRef, data: bytes) -> FileRef:
-        """Write a document under the copy's id."""
         path = self._renamed(reference.path)
         self.context.target.put(path, data)
         return FileRef.of(path, data)

@@ -49,8 +49,6 @@ def open_stored_files(spec: ExportSpec, source: Source) -> Store:
 
 
 class _StoredFiles(Backend):
-    """Files of an open checkpoint."""
-
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         is_remote = not handle.location.is_local
