@@ -19,7 +19,6 @@ from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.export.removal import find_exports
 from ckpt_storage.export.thin import thin as thinning
-from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
@@ -59,13 +58,6 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 @url_argument("src")
 @url_argument("dst")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
-@click.option(
-    "--copies",
-    type=click.Choice(["auto", "never"]),
-    default="auto",
-    show_default=True,
-    help="Whether the storage copies by itself what it can.",
-)
 @patterns_options
 @threads_option
 @memory_option
@@ -183,11 +175,6 @@ def _renames(
 @url_argument()
 @url_argument("out", required=False)
 @bytes_option("--max-file-bytes", help_text="Size of a weight file.", default="5GB")
-@click.option(
-    "--filename-pattern",
-    type=click.Choice(PATTERNS),
-    help="Names of the weight files; an adapter of PEFT gets PEFT's by itself.",
-)
 @click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
 @patterns_options
 @click.option(
@@ -196,13 +183,6 @@ def _renames(
     metavar="OLD=NEW",
     callback=_renames,
     help="Name in the weight files.",
-)
-@click.option(
-    "--tied",
-    type=click.Choice(["drop", "keep"]),
-    default="drop",
-    show_default=True,
-    help="What happens to aliases of tied tensors.",
 )
 @click.option(
     "--extra-file",
