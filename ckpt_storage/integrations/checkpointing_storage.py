@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
@@ -94,7 +94,6 @@ class CheckpointStorageConfig(StorageConfig):
         storage_options: passed to the fsspec file system.
         overwrite: replace committed checkpoints.
         timeout: seconds, `timedelta` or `Timeouts`, as for `ckpt_storage.save`.
-        save_options: further arguments of `ckpt_storage.save`, such as `retry`, `thread_count`.
 
     """
 
@@ -102,7 +101,6 @@ class CheckpointStorageConfig(StorageConfig):
     storage_options: Mapping[str, Any] | None = None
     overwrite: bool = False
     timeout: Any = None
-    save_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the URL, and count. Raises `InvalidInputError`."""
@@ -122,12 +120,11 @@ class CheckpointStorageConfig(StorageConfig):
     def make_save(self, url: str) -> FilesSave:
         """Begin a save of all ranks."""
         options = {
-            **self.save_options,
             "storage_options": self.storage_options,
             "overwrite": self.overwrite,
+            # Two threads of a local disk: one file is hashed while another part is written.
+            "thread_count": 2 if Location.of(url).is_local else None,
         }
-        # Two threads of a local disk: one file is hashed while another part is written.
-        options.setdefault("thread_count", 2 if Location.of(url).is_local else None)
         ranks = (self._ranks or _Ranks.own()).group(self._name)
         return FilesSave(ranks, url, SaveOptions.of(options, timeouts=Timeouts.of(self.timeout)))
 

@@ -58,7 +58,6 @@ def manager_config(
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     timeout: Any = None,
-    save_options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> CheckpointManager.Config:
     """Return a `CheckpointManager.Config` whose manager saves below `url`; on every rank.
@@ -78,7 +77,6 @@ def manager_config(
         storage_options=storage_options,
         overwrite=overwrite,
         timeout=timeout,
-        save_options=save_options or {},
     )
     return CheckpointManager.Config(
         save=saver, storage_config=storage, finalize_callback=commit_on_every_rank, **others
