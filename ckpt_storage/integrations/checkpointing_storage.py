@@ -26,6 +26,7 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import KeyValues, StoreAddress, StoreClient
 from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.errors import (
+    CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     InvalidInputError,
@@ -280,7 +281,7 @@ class CheckpointStorage(Storage):
         try:
             # A reader begins with this call: another save may have replaced the checkpoint.
             checkpoint = self._checkpoint(name, fresh=not file)
-        except (CheckpointNotFoundError, CheckpointInProgressError):
+        except (CheckpointNotFoundError, CheckpointInProgressError, CheckpointGoneError):
             return False
         files = self._files(checkpoint)
         return not file or file in files or any(name.startswith(f"{file}/") for name in files)
