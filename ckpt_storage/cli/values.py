@@ -159,10 +159,10 @@ def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator
     """Yield the bytes of elements in C order, a piece of at most `most_bytes` at a time."""
     sizes = tuple(map(len, selection.ranges))
     for part in slabs(sizes, max(1, most_bytes // tensor.itemsize)):
-        ranges = [
+        ranges = tuple(
             whole[some.start : some.stop]
             for whole, some in zip(selection.ranges, part, strict=True)
-        ]
+        )
         yield tensor.words(ranges).tobytes()
 
 

@@ -182,9 +182,11 @@ def _are_files(value: object) -> bool:
 
 
 def _is_file_index(value: object) -> bool:
-    is_filled = isinstance(value, Mapping) and bool(value)
-    return is_filled and all(
-        isinstance(key, str) and type(number) is int and number > 0 for key, number in value.items()
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(key, str) for key in value)
+        and all(type(number) is int and number > 0 for number in value.values())
     )
 
 

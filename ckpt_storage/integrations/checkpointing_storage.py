@@ -250,10 +250,10 @@ class CheckpointStorage(Storage):
             next_step="Use manager_config, or write_to_temp_dir=False with commit_on_every_rank.",
         )
 
-    def _refuse(self, path: object) -> Never:
+    def _refuse(self, *_: object, **__: object) -> Never:
         """Refuse what their savers and loaders do not need."""
         raise UnsupportedByStoreError(
-            f"{path} cannot be deleted or listed through the storage of torch_checkpointing.",
+            f"Nothing below {self._root.url} can be listed or deleted through this storage.",
             kind="unsupported",
             next_step="Use ckpt_storage.delete and ckpt_storage.list_checkpoints.",
         )
