@@ -264,8 +264,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/options.py",
-        "if numbers[2] == 0:",
-        "if numbers[2] == -9:",
+        "numbers[2] < 1:",
+        "numbers[2] < -9:",
         [f"{_CLI}::test_what_cannot_run_exits_with_two_and_one_line"],
     ),
     Mutant(
@@ -289,8 +289,8 @@ _CLI_MUTANTS = [
     ),
     Mutant(
         "cli/values.py",
-        "isinstance(entry, slice) and entry.step == -1 for entry",
-        "isinstance(entry, slice) and entry.step == -2 for entry",
+        "whole[some.start : some.stop]",
+        "whole[: some.stop - some.start]",
         ["tests/api/test_cli_cat.py::test_files_have_the_elements_in_numpys_order"],
     ),
     Mutant(
@@ -304,12 +304,6 @@ _CLI_MUTANTS = [
         "return SOUND if report.ok else UNSOUND",
         "return SOUND",
         [f"{_CLI}::test_verify_says_sound_or_what_is_damaged"],
-    ),
-    Mutant(
-        "cli/change.py",
-        "return UNSOUND if report.failed_exports else SOUND",
-        "return SOUND",
-        [f"{_CLI}::test_cp_that_leaves_a_damaged_export_out_exits_with_one"],
     ),
 ]
 
@@ -1327,8 +1321,8 @@ _OPTIONS_MUTANTS = [
 _EXPORT_MUTANTS = [
     Mutant(
         "export/output.py",
-        "if not has_checksum(ranges, file, lambda _: advanced()):",
-        "if file is None:",
+        "or not has_checksum(ranges, file, lambda _: advanced()):",
+        "or file is None:",
         [f"{_FLIPPED}::test_nothing_is_made_of_an_export_with_a_damaged_file"],
     ),
     Mutant(
@@ -1491,12 +1485,12 @@ _EXPORT_MUTANTS = [
         "export/copy_foreign.py",
         "or crc32c not in {None, crc32c_of(data)}:",
         "or crc32c == -1:",
-        [f"{_FLIPPED}::test_a_copy_reads_a_wrong_byte_again"],
+        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_reads_a_wrong_byte_again"],
     ),
     Mutant(
         "export/torchfile.py",
-        "again = partial(self._check_anew, key)",
-        "again = partial(self._check, key)",
+        "partial(self._check_anew, key)",
+        "partial(self._check, key)",
         [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
     ),
     Mutant(
@@ -1513,15 +1507,9 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/copy_foreign.py",
-        "if save_id is not None or any(map(exports.is_of_export, documents)):",
-        "if save_id is not None:",
+        "if any(map(exports.is_of_export, documents)):",
+        "if not documents and entries == {}:",
         [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_refuses_a_damaged_file"],
-    ),
-    Mutant(
-        "export/copy_foreign.py",
-        "was_there = save_id is not None and _has_export",
-        "was_there = _has_export",
-        [f"{_FLIPPED}::test_a_copy_of_an_export_by_its_own_url_overwrites_only_if_asked"],
     ),
     Mutant(
         "export/reads.py",

@@ -313,7 +313,6 @@ class FileWriter:
         self._end(job, whole[2])
 
     def _streamed(self, job: _RegionState, start: int, stop: int) -> None:
-        """Read and write a part."""
         region, edges, size_bytes = job.region, job.file.edges, stop - start
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
         # Fresh memory costs the kernel more than the copies through it. No thread keeps its own:

@@ -122,8 +122,7 @@ def test_an_export_folder_with_an_unsafe_name_is_not_copied(
     }
     before = tree(outside)
     with bucket_of(kind, objects, server) as (url, options):
-        report = copy(url, outside / "deep" / "dst", storage_options=options)
-    assert report.exports == ()
+        copy(url, outside / "deep" / "dst", storage_options=options)
     assert ckpt_storage.verify(outside / "deep" / "dst").ok
     after = tree(outside)
     assert {path for path in after if not path.startswith("deep/dst")} == before.keys()
@@ -272,21 +271,17 @@ class TestLinks:
         (outside / "elsewhere").mkdir()
         return outside / "elsewhere"
 
-    @pytest.mark.parametrize("name", ["commits", "saves", "hf"])
+    @pytest.mark.parametrize("name", ["commits", "saves"])
     def test_nothing_is_written_through_a_link_to_a_folder(
         self, outside: Path, linked: Path, name: str
     ) -> None:
         """A target with a folder that leads elsewhere is refused."""
         source, target = outside / "src", outside / "deep" / "dst"
         cases.save(cases.state_of(1), source)
-        consolidate(source)
         target.mkdir()
         (target / name).symlink_to(linked)
-        if name == "hf":
-            assert "symbolic link" in copy(source, target).failed_exports["hf"]
-        else:
-            with pytest.raises(UnsafeContentError, match="symbolic link"):
-                copy(source, target)
+        with pytest.raises(UnsafeContentError, match="symbolic link"):
+            copy(source, target)
         assert tree(linked) == {}
 
     @pytest.mark.parametrize("name", ["sub", ".ckpt-storage"])
