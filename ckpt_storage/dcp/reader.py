@@ -235,7 +235,8 @@ class CheckpointStorageReader(StorageReader):
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
         with RankGroup.of(None, lane="load").operation(what, timeouts=timeouts) as operation:
-            identity = Identity(kind=kind_of(what), url=session.url, is_read=True)
+            # Not a read that may come late: the ranks have met, and do not repeat it alone.
+            identity = Identity(kind=kind_of(what), url=session.url)
             operation.meet(session.terms(), identity=identity)
             with closing(Peers(operation)) as peers:
                 links = partial(joined, operation, peers, order)
