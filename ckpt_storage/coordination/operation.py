@@ -88,7 +88,7 @@ class Operation:
         self._role: Coordinator | Member = (
             Coordinator(self._rounds, self.heartbeats.describe)
             if lane.is_coordinator
-            else Member(self._rounds, self._describe_coordinator)
+            else Member(self._rounds, self.heartbeats.describe)
         )
         self._detector: FailureDetector | None = None
         self._has_met = False
@@ -139,12 +139,6 @@ class Operation:
             known = dict.fromkeys(lost, "its process has ended")
         error = ranks_lost_error(lost, self.world_size, how, self.what, phase, known)
         self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
-
-    def _describe_coordinator(self) -> str:
-        """Return what is known of a coordinator that is late, for an error."""
-        if self._has_met:
-            return f": {self.heartbeats.describe(self.coordinator_rank)}"
-        return self.lane.find_elsewhere([COORDINATOR], self._phases.patience_s)
 
     # Phases.
 
@@ -328,6 +322,9 @@ class Operation:
             # A rank that has not acknowledged the end may still be writing.
             self.must_discard = self.must_discard and is_acknowledged
             if self._detector is not None:
+                if error is not None:
+                    # To ranks that have not taken part it must not look as if it still waited.
+                    self.heartbeats.number = 0
                 self._detector.stop()
             self._rounds.close()
             if self._has_met and self.world_size > 1 and error is None:

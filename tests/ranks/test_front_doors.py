@@ -240,6 +240,21 @@ def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
     assert dcp_cases.files_below(tmp_path) == set()
 
 
+@pytest.mark.deadline
+@on_ranks()
+def test_a_rank_that_has_left_another_call_does_not_wait_in_it(rank: int, tmp_path: Path) -> None:
+    """After a load that rank 0 made alone, rank 1 does not say that rank 0 is still in it."""
+    state, timeout = {"w": torch.zeros(3)}, Timeouts(plan=1.0)
+    if rank == 0:
+        cases.caught(ckpt_storage.load, state, tmp_path / "run", timeout=timeout)
+    gathered()
+    if rank == 1:
+        error = cases.caught(ckpt_storage.save, state, tmp_path / "run", timeout=timeout)
+        assert "Rank 0" in str(error)
+        assert "another operation" not in str(error)
+    gathered()
+
+
 def saved(state: dict[str, Any], path: Path | str, **options: Any) -> int:
     """Save, and return how often a local plan was made."""
     inner = dcp.DefaultSavePlanner.create_local_plan
