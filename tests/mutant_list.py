@@ -1333,7 +1333,7 @@ _OPTIONS_MUTANTS = [
 _EXPORT_MUTANTS = [
     Mutant(
         "export/output.py",
-        "if not has_checksum(ranges, file, lambda _: advanced()):",
+        "if not is_written or not has_checksum(ranges, file, lambda _: advanced()):",
         "if file is None:",
         [f"{_FLIPPED}::test_nothing_is_made_of_an_export_with_a_damaged_file"],
     ),
@@ -1501,8 +1501,8 @@ _EXPORT_MUTANTS = [
     ),
     Mutant(
         "export/torchfile.py",
-        "again = partial(self._check_anew, key)",
-        "again = partial(self._check, key)",
+        "partial(self._check_anew, key)",
+        "partial(self._check, key)",
         [f"{_FLIPPED}::test_a_conversion_of_a_torch_file_reads_a_wrong_byte_again"],
     ),
     Mutant(
