@@ -327,7 +327,9 @@ class Operation:
                     self.heartbeats.number = 0
                 self._detector.stop()
             self._rounds.close()
-            if self._has_met and self.world_size > 1 and error is None:
+            is_lost = isinstance(self._rounds.loss or error, LostStoreError)
+            is_interrupt = error is not None and not isinstance(error, Exception)
+            if self._has_met and self.world_size > 1 and not (is_lost or is_interrupt):
                 self.lane.delete_old(self._phases.patience_s)
 
 

@@ -453,7 +453,7 @@ class Protocol:
         if me == 0 and rank.raising == 1:
             yield ("note", (*round_, "from", 0), (identity, rank.incarnation))
         is_late = self.scenario.is_read and (yield ("is_over",))
-        verdict = yield from self._fail(round_, identity, *([LATE] if is_late else []))
+        verdict = yield from self._fail(round_, identity, *[LATE] * is_late)
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED:
@@ -468,7 +468,8 @@ class Protocol:
     def fail2(self, me: int, rank: Rank) -> Phase:
         """Fail the commit round; behind a claim, ask the storage."""
         round_ = (rank.token, rank.number + 1, 2)
-        verdict = yield from self._fail(round_, self.own(me, rank))
+        is_late = self.scenario.is_read and (yield ("is_over",))
+        verdict = yield from self._fail(round_, self.own(me, rank), *[LATE] * is_late)
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED or not (rank.has_reported or me == 0):
