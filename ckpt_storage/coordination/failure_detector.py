@@ -106,9 +106,6 @@ class FailureDetector:
     def _run(self) -> None:
         try:
             self._watch()
-            if self._heartbeats.number == 0:
-                # The operation has failed on this rank.
-                self._send()
         except LostStoreError as error:
             if self._ended.is_set():
                 return

@@ -385,14 +385,14 @@ def _slice_keys(key: str, size_bytes: int) -> list[str]:
 
 
 class KeyListener:
-    """Waits for one key after another and calls `on_key` with each, in a daemon thread.
+    """Waits for one key after another and calls `on_key(key)` for each, in a daemon thread.
 
     A wait cannot be cancelled: it ends when a rank writes the key. So a rank that abandons an
     operation writes its release. If the store does not answer, the thread is abandoned.
     """
 
-    def __init__(self, keys: KeyValues, name: str) -> None:
-        self.on_key: Callable[[str], None] = lambda _: None
+    def __init__(self, on_key: Callable[[str], None], keys: KeyValues, name: str) -> None:
+        self._on_key = on_key
         self._keys = keys
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_closed = False
@@ -412,7 +412,7 @@ class KeyListener:
             is_present = self._keys.wait(key, _FOREVER_S, lambda: self._is_closed)
             park_if_exiting()
             if is_present and not self._is_closed:
-                self.on_key(key)
+                self._on_key(key)
 
 
 def _root_of(store: dist.Store) -> dist.Store:

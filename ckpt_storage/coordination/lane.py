@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .identity import Identity
-from .keyvalue import COORDINATOR, KeyListener, KeyValues, LostStoreError
+from .keyvalue import COORDINATOR, KeyValues, LostStoreError
 from .processes import RankProcess
 from .rounds import CLAIMED, Failed, Release, Round, Superseded
 
@@ -69,7 +69,6 @@ class Lane:
         self._ended: list[Failed] = []
         self._unreported: list[_Unreported] = []
         self._old_keys: dict[tuple[int, str], int] = {}  # sizes by number and key
-        self._listener: KeyListener | None = None
 
     def heartbeat_key(self, rank: int) -> str:
         """Return the key in `heartbeat_keys` of a rank, in all operations of the session."""
@@ -103,15 +102,6 @@ class Lane:
         self.identities[self.number].pop(self.global_ranks[self.rank], None)
 
     # Sessions.
-
-    def keep_listener(self, listener: KeyListener) -> None:
-        """Keep the thread of a call that ended while it waited for a session."""
-        self._listener = listener
-
-    def take_listener(self) -> KeyListener | None:
-        """Return the thread that was kept, if there is one, for another call."""
-        listener, self._listener = self._listener, None
-        return listener
 
     def join(self, wait: Callable[[str], None], timeout_s: float) -> None:
         """Enter the session of this incarnation of the job; called before each number.

@@ -322,9 +322,6 @@ class Operation:
             # A rank that has not acknowledged the end may still be writing.
             self.must_discard = self.must_discard and is_acknowledged
             if self._detector is not None:
-                if error is not None:
-                    # To ranks that have not taken part it must not look as if it still waited.
-                    self.heartbeats.number = 0
                 self._detector.stop()
             self._rounds.close()
             is_lost = isinstance(self._rounds.loss or error, LostStoreError)

@@ -229,8 +229,7 @@ class OperationRounds:
             raise abandonment
         if self._listener is None:
             name = f"ckpt-storage listen: {self.phases.what}"
-            self._listener = lane.take_listener() or KeyListener(lane.keys, name=name)
-            self._listener.on_key = self._on_key
+            self._listener = KeyListener(self._on_key, lane.keys, name=name)
         lane.join(self._await_key, self.phases.patience_s)
         lane.report_earlier(self.phases.patience_s)
         with self.changed:
@@ -354,14 +353,9 @@ class OperationRounds:
         return self._acknowledge(is_failed=error is not None)
 
     def close(self) -> None:
-        """Stop listening; the thread ends with its present wait.
-
-        A thread that waits for a session, which only the coordinator writes, is for the next call.
-        """
+        """Stop listening; the thread ends with its present wait."""
         self.is_over = True
-        if self._listener is not None and self._round is None:
-            self.lane.keep_listener(self._listener)
-        elif self._listener is not None:
+        if self._listener is not None:
             self._listener.close()
 
     def report(self, error: CheckpointError) -> None:

@@ -203,9 +203,9 @@ class _CallersThread:
 class _LateListener:
     """In place of a `KeyListener`: it waits for a key when the rank needs it."""
 
-    def __init__(self, keys: KeyValues, name: str) -> None:
+    def __init__(self, on_key: Callable[[str], None], keys: KeyValues, name: str) -> None:
         del name
-        self.on_key: Callable[[str], None] = lambda _: None
+        self._on_key = on_key
         self._keys = keys
         self._awaited: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed = False
@@ -221,7 +221,7 @@ class _LateListener:
         with contextlib.suppress(queue.Empty):
             key = self._awaited.get_nowait()
             if self._keys.wait(key, _WAIT_S, lambda: self._is_closed):
-                self.on_key(key)
+                self._on_key(key)
             return True
         return False
 

@@ -136,7 +136,7 @@ def _end_in_a_call(_number: int, folder: Path, port: int, call: str) -> None:
     keys = KeyValues(StoreClient(address.connect, address), "test")
     assert keys.get("answer", HANG_S) is None
     if call == "wait":
-        KeyListener(keys, name="listener").listen("answer")
+        KeyListener(lambda _: None, keys, name="listener").listen("answer")
     else:
         with pytest.raises(LostStoreError):
             keys.client.call("get", keys.name_of("answer"), timeout_s=1, is_idempotent=False)

@@ -71,8 +71,7 @@ def test_a_rank_that_asks_for_a_key_wakes_no_rank_that_waits_for_it(*, has_libuv
         lambda: dist.TCPStore("127.0.0.1", server.port, None, timeout=limit, use_libuv=has_libuv)
     )
     keys, values = KeyValues(client, "x"), queue.SimpleQueue[bytes | None]()
-    listener = KeyListener(keys, "listen")
-    listener.on_key = lambda key: values.put(keys.get(key, HANG_S))
+    listener = KeyListener(lambda key: values.put(keys.get(key, HANG_S)), keys, "listen")
     listener.listen("release")
     for _ in range(50):
         assert keys.get_awaited("release", HANG_S) is None

@@ -711,17 +711,6 @@ def test_a_call_that_the_coordinator_skipped_leaves_no_key() -> None:
     assert store.numbers() == {3}, store.key_names()
 
 
-def test_calls_that_the_coordinator_never_makes_leave_one_thread() -> None:
-    """Each waits for its session, which no other rank can write."""
-    store = SharedStore()
-    ranks, thread_count = group(store, 2), threads.listener_count()
-    for _ in range(4):
-        values(run(ranks[1:], partial(load, timeouts=SHORT)))
-    assert threads.listener_count() == thread_count + 1
-    assert values(run(ranks, load)) == ["read"] * 2
-    threads.wait_until(lambda: threads.listener_count() <= thread_count, "threads are left")
-
-
 def test_an_answer_that_a_rank_does_not_take_is_removed() -> None:
     """It may be a large plan."""
     store = SharedStore()
