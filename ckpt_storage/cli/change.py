@@ -98,15 +98,15 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     show_default=True,
     help="Names or patterns of what is dropped.",
 )
-@click.option("--yes", is_flag=True, help="Drop it. Without it, only what it would be is shown.")
+@click.option("--yes", is_flag=True, help="Drop them. Without it, only show what would be dropped.")
 @threads_option
 @memory_option
 @reads()
 def thin(url: str, *, drop: tuple[str, ...], yes: bool, as_json: bool, **options: Any) -> int:
     """Show, or with --yes drop, values of the checkpoint at URL, such as the optimizer's state.
 
-    What stays is linked, or copied by the storage, and the checkpoint is whole or thin at every
-    instant. What is dropped cannot be brought back.
+    The other values are linked, or copied by the storage, and the checkpoint is whole or thin at
+    every instant. Dropped values cannot be restored.
     """
     summary: dict[str, Any]
     if yes:
@@ -162,7 +162,7 @@ def convert(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     """Write the checkpoint at SRC to DST in another format, in bounded memory.
 
     SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
-    For a model as transformers wants it, use consolidate.
+    For weights that transformers reads, use consolidate.
     """
     report = conversion(src, dst, progress=output.shows_progress(), **options)
     output.emit("convert", report, as_json=as_json)
@@ -280,13 +280,13 @@ def _ranks(timeout_s: float) -> Iterator[int]:
 
 @click.command(short_help="Delete one checkpoint.")
 @url_argument()
-@click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is shown.")
+@click.option("--yes", is_flag=True, help="Delete it. Without it, only show what would be deleted.")
 @reads()
 def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     """Show, or with --yes delete, the checkpoint at URL and its exports.
 
-    Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
-    by which a save that was under way finds out; so does what another tool wrote.
+    Its commit is deleted first, so that no reader sees half a checkpoint. A record of a few hundred
+    bytes stays, so that a save in flight fails; files of other tools stay, too.
     """
     with open_checkpoint(url, **options) as checkpoint:
         summary: dict[str, object] = {
@@ -343,7 +343,7 @@ def rm(url: str, *, yes: bool, as_json: bool, **options: Any) -> int:
     metavar="FQN",
     help="Thin all others, in place of deleting them: drop these names or patterns.",
 )
-@click.option("--names", metavar="TEMPLATE", default=DEFAULT_TEMPLATE, help="How steps are spelt.")
+@click.option("--names", metavar="TEMPLATE", default=DEFAULT_TEMPLATE, help="Folder names.")
 @click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
 @reads("ROOT")
 def prune(  # one parameter for each option

@@ -36,13 +36,13 @@ _SLOT = ("slot", "type", "created_at", "host", "pid", "save_id", "fenced")
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")
 @click.option(
-    "-l", "--long", "is_long", is_flag=True, help="Also bytes, groups, seconds, slowest rank."
+    "-l", "--long", "is_long", is_flag=True, help="Also bytes, groups, seconds, ranks, the slowest."
 )
 @reads("ROOT")
 def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
-    """List the committed checkpoints directly below ROOT, oldest first.
+    """List the committed checkpoints directly below ROOT, by name.
 
-    What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
+    A save that is running or has died is not listed: it is no checkpoint. A root that
     does not exist is an error; on object storage that is a root below which nothing lies. A folder
     that may not be read is listed as unreadable; the exit code is 2 then. "own" are the bytes that
     no other checkpoint shares by hard links. -l reads the manifest of each.
@@ -57,7 +57,7 @@ def ls(root: str, *, is_long: bool, as_json: bool, **options: Any) -> int:
         output.note("No committed checkpoint.")
     head = ["name", "step", "created", "format", "save id"]
     rows: list[list[object]] = [[i.name, i.step, i.created_at, i.format, i.save_id] for i in infos]
-    # Only where there is something to say.
+    # Columns without a value are left out.
     for key in ("metrics", "part"):
         if any(getattr(info, key) for info in infos):
             head.append(key)
@@ -195,7 +195,7 @@ def _show_value(tensor: LazyTensor | None, fqn: str, *, as_json: bool) -> None:
 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
 @url_argument()
-@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
+@click.option("--depth", type=click.IntRange(min=1), help="Number of levels to show.")
 @reads()
 def tree(url: str, *, depth: int | None, as_json: bool, **options: Any) -> int:
     """Show the names in the checkpoint at URL with their types, shapes and sizes.
@@ -289,9 +289,9 @@ def diff(  # one parameter for each option
 @bytes_option("--size", "large_bytes", default="16MiB", help_text="Bytes of a large object.")
 @reads()
 def doctor(url: str, *, as_json: bool, timeout: float | None, **options: Any) -> int:
-    """Try out the storage at URL: abilities, rights, latency, throughput, clock.
+    """Test the storage at URL: abilities, rights, latency, throughput, clock.
 
-    Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
+    Writes below a new name there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
     diagnosis = diagnose(url, timeout=timeout or DEFAULT_TIMEOUT_S, **options)

@@ -39,8 +39,8 @@ def reads(of: str = "the URL") -> Callable[[Command], Command]:
             "--timeout",
             metavar="SECONDS",
             callback=duration,
-            help="Give up once nothing has moved for so long; 90, 30m, 2h. Default an hour. "
-            "consolidate, ls, rm, prune and doctor: once one step takes so long.",
+            help="Give up after this time without progress; 90, 30m, 2h. Default an hour. "
+            "consolidate, ls, rm, prune and doctor: the limit of each step.",
         )
         debug = click.option(
             "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
@@ -90,7 +90,7 @@ def bytes_option(
 
 def patterns_options(command: Command) -> Command:
     """Add `--include` and `--exclude`; the command gets a tuple of each, or None."""
-    for name, what in (("exclude", "do not go out"), ("include", "go out")):
+    for name, what in (("exclude", "are left out"), ("include", "are written")):
         command = click.option(
             f"--{name}",
             multiple=True,

@@ -28,14 +28,14 @@ from .output import SOUND, UNSOUND
     default="30",
     show_default=True,
     callback=duration,
-    help="Look so often; 10, 5m.",
+    help="Time between two polls; 10, 5m.",
 )
 @click.option(
     "--idle",
     "idle_s",
     metavar="SECONDS",
     callback=duration,
-    help="End once nothing was committed for so long; 2h. Default: never.",
+    help="End after this time without a commit; 2h. Default: never.",
 )
 @click.option(
     "--exec",

@@ -54,7 +54,7 @@ class SaveTicket:
 def begin(
     store: Store, *, overwrite: bool, replaces: Collection[str] = (), save_id: str | None = None
 ) -> SaveTicket:
-    """Begin an attempt: check for a checkpoint, draw a save id, make folders, write the marker.
+    """Begin an attempt: check for a checkpoint, choose a save id, make folders, write the marker.
 
     A copy passes the `save_id` that it chose. Coordinator only. Raises `CheckpointExistsError` for
     a committed checkpoint, ours or stock torch's, unless `overwrite` is True or its save id is in
@@ -65,10 +65,10 @@ def begin(
     store.make_folders([])
     # First, because it determines the meaning of a 403 response to a read.
     problem = find_abilities(store).create_problem
-    looks: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
+    reads: list[Callable[[Store], Any]] = [log_to_extend, read_stock_tail]
     if store.capabilities.if_match:
-        looks.append(find_all_abilities)
-    commit_log, tail, *_ = side_by_side(store, [partial(look, store) for look in looks])
+        reads.append(find_all_abilities)
+    commit_log, tail, *_ = side_by_side(store, [partial(read, store) for read in reads])
     check_slots(store, commit_log, tail)
     head, what = commit_log.head, None
     if not overwrite and head is not None and head.save_id not in replaces:

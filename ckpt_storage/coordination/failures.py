@@ -46,8 +46,8 @@ def error_for_peers(
 ) -> CheckpointError:
     """Return what the other ranks raise when `rank` failed: its error if it concerns all ranks.
 
-    That is what the coordinator raised when it decided for all (`is_decision`), what is wrong with
-    the checkpoint, and errors that name another rank.
+    That is what the coordinator raised when it decided for all (`is_decision`), any error but those
+    `_OF_A_RANK`, such as that there is no checkpoint, and a timeout that names another rank.
     """
     # A plain `CheckpointError` wraps what a planner or a state raised: that rank failed.
     is_foreign = type(error) is CheckpointError

@@ -87,26 +87,26 @@ class Fields:
         self,
         key: str,
         kind: type[_T],
-        absent: _T | None = None,
+        default: _T | None = None,
         *,
         ok: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
-        """Return a value of this kind; an `absent` other than None replaces a missing value."""
-        if absent is not None and key not in self:
-            return absent
+        """Return a value of this kind; without a `default` a missing value is an error."""
+        if default is not None and key not in self:
+            return default
         value = self.body.get(key)
         if not isinstance(value, kind) or isinstance(value, bool) or not ok(value):
             self.fail(f"has {value!r:.80} where {key!r} should be")
         return value
 
-    def note(self, key: str, kind: type[_T], absent: _T) -> _T:
-        """Return a value for people; `absent` replaces a missing value or one of another kind."""
+    def note(self, key: str, kind: type[_T], default: _T) -> _T:
+        """Return a value for people, `default` for a missing value or one of another kind."""
         value = self.body.get(key)
-        return value if isinstance(value, kind) and not isinstance(value, bool) else absent
+        return value if isinstance(value, kind) and not isinstance(value, bool) else default
 
-    def count(self, key: str, absent: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
         """Return an integer from 0 on; as `value`."""
-        return self.value(key, int, absent, ok=lambda n: 0 <= n <= MAX_COUNT)
+        return self.value(key, int, default, ok=lambda n: 0 <= n <= MAX_COUNT)
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings."""

@@ -55,6 +55,14 @@ class Vocabulary:
             -1 if box is None else self.boxes.setdefault(box, len(self.boxes)),
         )
 
+    def merge(self, other: Vocabulary) -> tuple[list[int], list[int], list[int]]:
+        """Add all of another; return the numbers here of its names, of its dtypes, of its boxes."""
+        return (
+            [self.fqns.setdefault(fqn, len(self.fqns)) for fqn in other.fqns],
+            [self.dtypes.setdefault(dtype, len(self.dtypes)) for dtype in other.dtypes],
+            [self.boxes.setdefault(box, len(self.boxes)) for box in other.boxes],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:

@@ -268,8 +268,8 @@ class LoadSession:
     ) -> None:
         """Read this rank's items into the planner's targets; commit them once all are verified.
 
-        With `links`, reads are shared; then all ranks pass it. `begin` starts the phase in place
-        of the session's own `begin`.
+        With `links`, reads are shared; then all ranks pass it. `begin` begins the phase; default:
+        that of the session.
         """
         source, settings = self.open(), self._settings
         names = self._stored_names or chain(source.tensors, source.blobs)

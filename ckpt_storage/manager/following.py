@@ -135,8 +135,8 @@ class _Follower:
                 del known[name]
         new = [name for name in names if name not in self._yielded | self._last_reads]
         waiting = sorted(self._last_reads, key=self._last_reads.__getitem__)
-        moving = [name for name in self._yielded if _number_of(name) is None]
-        return [*new, *waiting[:_REREAD_COUNT], *moving[:_REREAD_COUNT]]
+        unnumbered = [name for name in self._yielded if _number_of(name) is None]
+        return [*new, *waiting[:_REREAD_COUNT], *unnumbered[:_REREAD_COUNT]]
 
 
 def _number_of(name: str) -> int | None:

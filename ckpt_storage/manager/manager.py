@@ -241,7 +241,8 @@ class CheckpointManager:
         """Return whether to save at `step`: the same on every rank; all ask at the same steps.
 
         At the first call ranks meet, and compare what their managers were made with. Later on
-        multiples of `every_steps` cost nothing; for the rest ranks meet about once a second.
+        multiples of `every_steps` cost nothing; for the rest each rank checks a few times a second
+        whether another rank requests a save, and ranks meet only then.
         Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`.
         """
         self._check_open()
@@ -331,7 +332,7 @@ class CheckpointManager:
             self._saver.wait(timeout)
 
     def all(self) -> list[CheckpointInfo]:
-        """Return all committed checkpoints, oldest first; any rank, not collective.
+        """Return all committed checkpoints, by step; any rank, not collective.
 
         Folders with other names, whose `step` is None, come first. Costs a listing, and two reads
         for each. Raises `StorageError`, `PhaseTimeoutError`.

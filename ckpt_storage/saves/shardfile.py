@@ -71,7 +71,9 @@ class ShardFileWriter:
         self._frame: list[bytes] = []
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
-        self._rows: list[_Row] = []
+        # Numbers alone: Python's garbage collector does not follow them, of however many items.
+        self.vocabulary = Vocabulary()
+        self.rows: list[tuple[int, ...]] = []
         self.frame_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
@@ -144,17 +146,15 @@ class ShardFileWriter:
             raise CheckpointError(f"{item.fqn} has {actual_length} bytes, not {length}.")
         if tail:
             self.frame(tail)
-        place = (start, self.position - start, payload_start, length)
-        self._rows.append((item.fqn, item.dtype, box, place))
+        numbers = self.vocabulary.numbers(item.fqn, item.dtype, box)
+        self.rows.append((*numbers, start, self.position - start, payload_start, length))
 
     def complete(self, path: str) -> WrittenShard:
         """Make the file, which has an item at least, visible and durable; return what it holds."""
         self._end_frame()
         self._writer.complete()
         size_bytes, crc32c = self.position, self._writer.crc32c
-        return WrittenShard(
-            file=self, path=path, size_bytes=size_bytes, crc32c=crc32c, rows=self._rows
-        )
+        return WrittenShard(file=self, path=path, size_bytes=size_bytes, crc32c=crc32c)
 
     def abort(self) -> None:
         """Discard everything; idempotent. Raises `StorageError` if that fails."""
@@ -168,13 +168,9 @@ class ShardFileWriter:
             error.add_note(f"Discarding the upload failed too: {failure}")
 
 
-_Row = tuple[str, str | None, Box | None, tuple[int, int, int, int]]
-"""Name, dtype and box of an item; start and bytes of the item, start and bytes of its payload."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShard:
-    """A shard file that is complete; its items are not numbered yet.
+    """A shard file that is complete; its items have the numbers of its own vocabulary.
 
     `age` and `moving` as for `ShardFile`.
     """
@@ -183,19 +179,25 @@ class WrittenShard:
     path: str
     size_bytes: int
     crc32c: int
-    rows: Sequence[_Row]
     age: int | None = None
     moving: Sequence[int] = ()
 
     def numbered(self, known: Vocabulary) -> ShardFile:
         """Return the file with its table; adds names, dtypes and boxes of the items to `known`."""
-        rows = [(*known.numbers(fqn, dtype, box), *places) for fqn, dtype, box, places in self.rows]
+        fqns, dtypes, boxes = known.merge(self.file.vocabulary)
+        fqn, dtype, box, *places = zip(*self.file.rows, strict=True)
+        columns = (
+            [fqns[number] for number in fqn],
+            [-1 if number < 0 else dtypes[number] for number in dtype],
+            [-1 if number < 0 else boxes[number] for number in box],
+            *map(list, places),
+        )
         return ShardFile(
             path=self.path,
             size_bytes=self.size_bytes,
             crc32c=self.crc32c,
             block_bytes=self.file.block_bytes,
-            **dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)),
+            **dict(zip(COLUMNS, columns, strict=True)),
             block_crcs=self.file.block_crcs,
             frame_crcs=self.file.frame_crcs,
             hashes=b"".join(self.file.hashes),

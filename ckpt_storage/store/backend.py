@@ -108,7 +108,7 @@ class Content:
 class Part:
     """One part of an upload; JSON, so that it travels between processes.
 
-    number: from 0, ascending with the offsets; S3 requires them without a gap.
+    number: from 0, ascending with the offsets; some servers refuse gaps.
     receipt: what `put_part` returned and `complete_upload` needs.
     crc32c: CRC-32C of the bytes, of a copied part as the storage reports it; None: not computed.
     """

@@ -1,9 +1,8 @@
 """Probes what a storage does: absence, exclusive creation (I4), ranges, versions.
 
 Some servers ignore conditions, or compare them in their own way, so no class decides for a server.
-The coordinator of a save probes once per process and `Store.scope`: creation before a byte is
-written, versions while ranks write. Without a response or the right to write it raises
-`StorageError` and stores no record.
+The coordinator of a save probes once per process and `Store.scope`, before ranks write. Without a
+response or the right to write it raises `StorageError` and stores no record.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ def try_creation(store: Store, path: str) -> str:
         except UnsupportedByStoreError as error:
             store.put(path, first)
             try_range(store, path, first)
-            return f"The storage refuses exclusive creation: {error}"
+            return f"The storage refuses exclusive creation: {_reason(error)}"
         try_range(store, path, first)
         return _try_second_creation(store, path, first, second)
 
@@ -175,7 +174,7 @@ def _try_second_creation(store: Store, path: str, first: bytes, second: bytes) -
         if failure.kind in {"exists", "precondition"}:
             return ""
         if failure.kind == "unsupported":
-            return f"The storage refuses exclusive creation: {failure}"
+            return f"The storage refuses exclusive creation: {_reason(failure)}"
     # Without a response the request may not have reached the storage.
     raise failure
 
@@ -208,7 +207,7 @@ def try_versions(store: Store, path: str) -> tuple[str, str]:
             # For example under a retention policy.
             if error.kind not in _REFUSALS:
                 raise
-            what = f"The storage does not replace objects: {error}"
+            what = f"The storage does not replace objects: {_reason(error)}"
             return what, what
         return replace_problem, _try_deletion(store, path, old)
 
@@ -221,7 +220,7 @@ def _try_replacement(store: Store, path: str, old: str | None) -> str:
     except StorageError as error:
         if error.kind not in _REFUSALS:
             raise
-        return f"The storage does not replace an object by its version: {error}"
+        return f"The storage does not replace an object by its version: {_reason(error)}"
     try:
         store.replace(path, b"third\n", if_match=old)
     except StorageError as error:
@@ -242,8 +241,13 @@ def _try_deletion(store: Store, path: str, old: str | None) -> str:
             return ""
         if error.kind not in _REFUSALS:
             raise
-        return f"The storage does not delete an object by its version: {error}"
+        return f"The storage does not delete an object by its version: {_reason(error)}"
     return "The storage deleted an object that had changed; it ignores the condition."
+
+
+def _reason(error: StorageError) -> str:
+    """Return the message of an error without its next step: saves go on without the feature."""
+    return str(error).removesuffix(error.next_step or "").rstrip()
 
 
 @contextlib.contextmanager

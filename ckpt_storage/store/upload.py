@@ -38,7 +38,7 @@ class Upload:
 
     One process, the owner, begins it. Where `capabilities.tokens_travel`, others join with its
     `token`, write or copy parts, and pass their `receipts` to the process that completes it. Part
-    numbers ascend with the offsets; no number is used twice, and gaps are allowed. After a part was
+    numbers ascend with the offsets, without a gap, and none is used twice. After a part was
     abandoned the upload can only be aborted, as its memory may still be sent. If the response to
     the start is lost, `abort_uploads` or a lifecycle rule ends the upload. Safe in any thread.
     """

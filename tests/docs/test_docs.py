@@ -149,6 +149,25 @@ def test_the_table_of_rooms_names_modules() -> None:
     assert [name for name in modules if not (ROOT / "ckpt_storage" / name).is_file()] == []
 
 
+def test_pages_for_developers_name_what_is_in_the_code() -> None:
+    """Files and identifiers that *Architecture* and *One save between ranks* name are there."""
+    folders = ("ckpt_storage", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    paths = "".join(f"/{path.relative_to(ROOT).as_posix()}\n" for path in sources)
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    missing = [
+        name
+        for page in ("architecture.md", "save-protocol.md")
+        for name in re.findall(r"`([A-Za-z_][\w./]*)`", (ROOT / "docs" / page).read_text("utf-8"))
+        if (
+            f"/{name}\n" not in paths
+            if name.endswith(".py")
+            else "/" not in name and name.rpartition(".")[2] not in words
+        )
+    ]
+    assert missing == []
+
+
 DOCS = ROOT / "docs"
 CONFIG = DOCS / "site" / "mkdocs.yml"
 

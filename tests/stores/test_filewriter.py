@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import threading
 import uuid
@@ -48,6 +49,29 @@ def writer(backend: Backend, options: TransferOptions = OPTIONS) -> ShardFileWri
         on_bytes=lambda _: None,
     )
     return ShardFileWriter(sent, options.block_bytes)
+
+
+def test_items_leave_nothing_for_the_garbage_collector() -> None:
+    """What is kept of an item is numbers, which are not followed."""
+    file, count = writer(remote()), 1_000
+    for number in range(count):
+        data = number.to_bytes(8, "little")
+        file.append(
+            Item(
+                fqn=f"weight.{number}",
+                dtype="int64",
+                offsets=(0,),
+                sizes=(1,),
+                payload_bytes=len(data),
+                views=lambda _, data=data: (data,),  # type: ignore[misc]
+            )
+        )
+        if number == 0:
+            gc.collect()
+            before = len(gc.get_objects())
+    gc.collect()
+    assert len(gc.get_objects()) - before < count / 2
+    file.abort()
 
 
 def test_a_storage_that_takes_parts_in_order_gets_one_at_a_time() -> None:

@@ -557,6 +557,22 @@ def test_an_answer_that_contradicts_the_record_drops_it(bench: Bench) -> None:
     assert find_abilities(store).create_problem
 
 
+def test_why_creation_is_not_exclusive_is_no_advice(bench: Bench) -> None:
+    """The reason has the server's response, but not the next step: a save goes on without it."""
+
+    class Refusing(Remote):
+        def put(self, path: str, data: Buffers, **how: Any) -> None:
+            if how.get("if_absent"):
+                # As users of Backblaze B2 report its response to `If-None-Match`.
+                raise HttpFailure(status=501, code="NotImplemented", message="A header")
+            super().put(path, data, **how)
+
+    store = bench.store(backend=Refusing(bench.location))
+    store.scope = object
+    problem = find_abilities(store).create_problem or ""
+    assert problem.endswith("NotImplemented, status 501: A header.")
+
+
 def test_what_is_not_read_back_is_no_place_to_save(bench: Bench) -> None:
     """A range with other bytes, twice, is an error before anything else is written."""
 
