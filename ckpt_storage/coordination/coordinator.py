@@ -10,6 +10,7 @@ from typing import Any
 from .identity import find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
+from .phases import Late
 from .rounds import Arrival, ByRank, Failed, Released
 
 log = logging.getLogger("ckpt_storage")
@@ -45,16 +46,17 @@ class Coordinator:
         current, arrived = rounds.current(), rounds.others
         missing: Sequence[str] = [current.arrival_key_of(rank) for rank in rounds.others]
 
-        def late() -> list[int]:
+        def find_late() -> Late:
             present = current.arrived(rounds.others, phases.patience_s)
-            return rounds.lane.global_ranks_of(sorted({*rounds.others} - {*present}))
+            late = rounds.lane.global_ranks_of(sorted({*rounds.others} - {*present}))
+            return late, "not arrived", ""
 
         def have_arrived() -> bool:
             nonlocal missing
             rounds.raise_failure()
             if current.read_verdict(phases.patience_s) is not None:
                 self._claim()  # raises the failure
-            phases.log_late(late)
+            phases.log_late(find_late)
             missing = rounds.lane.keys.skip_present(missing, phases.patience_s)
             return not missing
 

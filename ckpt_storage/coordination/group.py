@@ -42,9 +42,9 @@ class _Lanes:
         self.by_name: dict[str, RankGroup] = {}
 
     def find_elsewhere(self, own: str, ranks: Sequence[int], timeout_s: float) -> str:
-        """Describe which of `ranks` are in an operation of another lane than `own`.
+        """Describe which of `ranks` were last in an operation of another lane than `own`.
 
-        For example, one rank calls `save` and another `save_async`.
+        For example, one rank calls `save` and another `save_async`. It may have ended since.
         """
         heartbeats = heartbeat_keys(self.client)
         with suppress(LostStoreError):
@@ -60,8 +60,8 @@ class _Lanes:
                     beat = heartbeats.get(f"{session}/{rank}", timeout_s)
                     if beat is not None and Heartbeats.number_of(beat) == number:
                         return (
-                            f"; rank {self.global_ranks[rank]} waits in another operation of this "
-                            f"group ({name}): all ranks must make the same calls"
+                            f"; rank {self.global_ranks[rank]} was last in another operation of "
+                            f"this group ({name}): all ranks must make the same calls"
                         )
         return ""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from ckpt_storage.errors import CheckpointError
 
+from .heartbeats import Heartbeats, heartbeat_keys
 from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
+from .phases import Late
 from .rounds import (
     CLAIMED,
     Arrival,
@@ -22,16 +25,19 @@ from .rounds import (
     UndecidedError,
 )
 
+_MAX_LOOKUPS = 1024
+"""Of how many members, one request, a member checks whether they have arrived."""
+
 
 class Member:
     """A rank of an operation that is not the coordinator.
 
-    `describe_late` returns what is known of a coordinator that is late.
+    `describe` returns what the last heartbeat of a global rank says.
     """
 
-    def __init__(self, rounds: OperationRounds, describe_late: Callable[[], str]) -> None:
+    def __init__(self, rounds: OperationRounds, describe: Callable[[int], str]) -> None:
         self._rounds = rounds
-        self._describe_late = describe_late
+        self._describe = describe
         self._coordinator = rounds.lane.global_ranks[COORDINATOR]
 
     def convene(self, own: Arrival, _decide: object) -> Any:  # noqa: ANN401  # the coordinator's answer
@@ -78,7 +84,7 @@ class Member:
                 raise rounds.failure
             cause = rounds.loss or rounds.local_failure()
             if cause is None and time.monotonic() < phases.end_s:
-                phases.log_late(lambda: [self._coordinator], self._describe_late)
+                phases.log_late(self._find_late_coordinator)
                 continue
             try:
                 release = self._read_late_release(cause, can_extend=can_extend)
@@ -106,7 +112,7 @@ class Member:
             # All have arrived, and the coordinator has a phase's time to decide.
             phases.begin(phases.deadline.phase)
             return None
-        cause = cause or phases.late([self._coordinator], "not answered", self._describe_late())
+        cause = cause or phases.late(*self._find_late_coordinator() or self._find_late_members())
         rounds.fail_round(cause)
         if rounds.failure is not None:
             raise rounds.failure
@@ -114,6 +120,28 @@ class Member:
         if release is None:
             raise self._undecided(cause)
         return release
+
+    def _find_late_coordinator(self) -> Late | None:
+        """Return the coordinator as late; None if it has arrived, and waits for members."""
+        rounds, lane = self._rounds, self._rounds.lane
+        patience_s = rounds.phases.patience_s
+        late = [self._coordinator]
+        if rounds.current().number > 1:
+            return late, "not answered", f": {self._describe(self._coordinator)}"
+        with suppress(LostStoreError):
+            heartbeats = heartbeat_keys(lane.keys.client)
+            beat = heartbeats.get(lane.heartbeat_key(COORDINATOR), patience_s)
+            if beat is not None and Heartbeats.number_of(beat) == lane.number:
+                return None
+        return late, "not arrived", lane.find_elsewhere([COORDINATOR], patience_s)
+
+    def _find_late_members(self) -> Late:
+        """Return members that have not arrived: the coordinator, whose deadline is later, waits."""
+        rounds = self._rounds
+        members = rounds.others[1 : 1 + _MAX_LOOKUPS]
+        arrived = rounds.current().arrived(members, rounds.phases.patience_s)
+        late = rounds.lane.global_ranks_of(sorted({*members} - {*arrived}))
+        return (late, "not arrived", "") if late else ([self._coordinator], "not answered", "")
 
     def _raise_lost(self, error: LostStoreError) -> NoReturn:
         """Raise why the operation failed on this rank, which has lost the store."""

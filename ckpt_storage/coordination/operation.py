@@ -87,7 +87,7 @@ class Operation:
         self._role: Coordinator | Member = (
             Coordinator(self._rounds, self.heartbeats.describe)
             if lane.is_coordinator
-            else Member(self._rounds, self._describe_coordinator)
+            else Member(self._rounds, self.heartbeats.describe)
         )
         self._detector: FailureDetector | None = None
         self._has_met = False
@@ -138,12 +138,6 @@ class Operation:
             known = dict.fromkeys(lost, "its process has ended")
         error = ranks_lost_error(lost, self.world_size, how, self.what, phase, known)
         self._rounds.lose_ranks(error, with_coordinator=COORDINATOR in ranks)
-
-    def _describe_coordinator(self) -> str:
-        """Return what is known of a coordinator that is late, for an error."""
-        if self._has_met:
-            return f": {self.heartbeats.describe(self.coordinator_rank)}"
-        return self.lane.find_elsewhere([COORDINATOR], self._phases.patience_s)
 
     # Phases.
 
@@ -329,5 +323,7 @@ class Operation:
             if self._detector is not None:
                 self._detector.stop()
             self._rounds.close()
-            if self._has_met and self.world_size > 1 and error is None:
+            is_lost = isinstance(self._rounds.loss or error, LostStoreError)
+            is_interrupt = error is not None and not isinstance(error, Exception)
+            if self._has_met and self.world_size > 1 and not (is_lost or is_interrupt):
                 self.lane.delete_old(self._phases.patience_s)

@@ -257,7 +257,7 @@ class OperationRounds:
             self.raise_failure()
             if time.monotonic() >= phases.end_s:
                 raise phases.late([coordinator], "not arrived", elsewhere())
-            phases.log_late(lambda: [coordinator], elsewhere)
+            phases.log_late(lambda: ([coordinator], "not arrived", elsewhere()))
 
     def _enter_round(self, current: Round) -> None:
         with self.changed:
@@ -266,7 +266,7 @@ class OperationRounds:
             self.release = None
         assert self._listener is not None  # noqa: S101  # made with the number
         if self.lane.is_coordinator:
-            self.lane.own(*current.shared_keys)
+            self.lane.own(*current.shared_keys, _count_key(current))
         self._listener.listen(current.release_key)
 
     def end_round(self, *, is_last: bool) -> None:
@@ -426,11 +426,10 @@ class OperationRounds:
     def _acknowledge(self, *, is_failed: bool) -> bool:
         """Count this rank as done; return, on the coordinator, whether all ranks are."""
         keys, patience_s = self.lane.keys, self.phases.patience_s
-        count_key = f"{self.current().operation}/done"
+        count_key = _count_key(self.current())
         keys.count(count_key, 1, patience_s)
         if not self.lane.is_coordinator:
             return True
-        self.lane.own(count_key)
         if is_failed:
             self.lane.own(*self.current().next().shared_keys)
         limit_s = min(_FINISH_S, self.phases.deadline.remaining_s() + _FINISH_EXTRA_S)
@@ -441,3 +440,8 @@ class OperationRounds:
         if not is_acknowledged:
             log.warning("After %s some ranks have not acknowledged the end.", self.phases.what)
         return is_acknowledged
+
+
+def _count_key(current: Round) -> str:
+    """Return the key that counts the ranks that have acknowledged the end of an operation."""
+    return f"{current.operation}/done"

@@ -15,6 +15,9 @@ from .rank_names import name_ranks
 
 log = logging.getLogger("ckpt_storage")
 
+Late = tuple[Sequence[int], str, str]
+"""Global ranks that are late, what they have not done, and what else is known of them."""
+
 _MIN_PATIENCE_S, _EXTRA_PATIENCE_S = 0.5, 1.0
 """Bounds of how long one request may take before the store counts as lost."""
 
@@ -82,15 +85,17 @@ class Phases:
         """When to log the missing ranks next: once a minute, and four times before the deadline."""
         return self._logged_s + min(_LOG_S, self.deadline.timeout_s / 5)
 
-    def log_late(
-        self, ranks: Callable[[], Sequence[int]], describe: Callable[[], str] = lambda: ""
-    ) -> None:
-        """If it is time to, log for which global ranks this rank waits; `describe` adds to it."""
+    def log_late(self, find_late: Callable[[], Late | None]) -> None:
+        """If it is time to, log for which global ranks this rank waits, if it knows."""
         if time.monotonic() < self.log_s:
             return
         self._logged_s = time.monotonic()
+        late = find_late()
+        if late is None:
+            return
+        ranks, did_not, known = late
         log.warning(
-            "%s of the group's %d: not arrived in %s yet%s; rank %d waits, %.0f s are left.",
-            *(name_ranks(ranks()), self._world_size, self.what, describe(), self._rank),
+            "%s of the group's %d: %s in %s yet%s; rank %d waits, %.0f s are left.",
+            *(name_ranks(ranks), self._world_size, did_not, self.what, known, self._rank),
             self.deadline.remaining_s(),
         )

@@ -86,6 +86,19 @@ def test_a_rank_that_does_not_arrive_is_named_by_all_that_do(
         assert one.wall_s < 0.5 + SLACK_S
 
 
+@pytest.mark.deadline
+def test_a_rank_that_waits_itself_is_not_named() -> None:
+    """A member whose deadline is before that of rank 0 names the rank that both wait for."""
+    ranks = group(SharedStore(), 4)
+
+    def body(one: RankGroup) -> list[bytes]:
+        return together(one, Timeouts(plan=HANG_S if one.is_coordinator else 0.5))
+
+    for error in errors(run([one for one in ranks if one.rank != 2], body)):
+        assert "Rank 2 of the group's 4 has not arrived" in str(error)
+        assert error.rank == 2
+
+
 FAILURES = ("early", "met", "gather", "broadcast", "exchange", "last")
 
 

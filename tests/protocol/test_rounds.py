@@ -691,6 +691,26 @@ def test_neither_keys_nor_threads_grow_with_the_operations() -> None:
     threads.wait_until(lambda: threads.listener_count() <= thread_count, "threads are left")
 
 
+def test_saves_that_fail_one_after_another_leave_the_keys_of_the_last() -> None:
+    """All ranks have met in each: a storage that is down for a day does not fill the store."""
+    store = SharedStore()
+
+    def fail(operation: Operation, stage: str) -> None:
+        if (operation.rank, stage) == (1, "writing"):
+            raise CheckpointError("no space")
+
+    run(group(store, 3), lambda one: [rolling(one, step, inside=fail) for step in range(5)])
+    assert store.numbers() == {5}, store.key_names()
+
+
+def test_a_call_that_the_coordinator_skipped_leaves_no_key() -> None:
+    """Others have counted its end, in a number that the coordinator left before."""
+    store = SharedStore()
+    steps = {rank: [100, 200, 300] for rank in range(3)} | {0: [200, 300]}
+    run(group(store, 3), lambda one: [rolling(one, step) for step in steps[one.rank]])
+    assert store.numbers() == {3}, store.key_names()
+
+
 def test_an_answer_that_a_rank_does_not_take_is_removed() -> None:
     """It may be a large plan."""
     store = SharedStore()

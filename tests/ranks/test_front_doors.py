@@ -240,6 +240,39 @@ def test_a_save_and_a_load_do_not_meet(rank: int, tmp_path: Path) -> None:
     assert dcp_cases.files_below(tmp_path) == set()
 
 
+@pytest.mark.deadline
+@on_ranks()
+def test_a_rank_that_has_left_another_call_was_last_in_it(rank: int, tmp_path: Path) -> None:
+    """After a load that rank 0 made alone, rank 1 does not say that rank 0 still waits in it."""
+    state, timeout = {"w": torch.zeros(3)}, Timeouts(plan=1.0)
+    if rank == 0:
+        cases.caught(ckpt_storage.load, state, tmp_path / "run", timeout=timeout)
+    gathered()
+    if rank == 1:
+        error = cases.caught(ckpt_storage.save, state, tmp_path / "run", timeout=timeout)
+        assert "Rank 0" in str(error)
+        assert "rank 0 was last in another operation of this group (load)" in str(error)
+    gathered()
+
+
+@on_ranks()
+def test_a_rank_that_skipped_a_save_does_not_mix_two_steps(rank: int, tmp_path: Path) -> None:
+    """The step is that of the argument or in the state; the URL stays the same."""
+    for by_argument in (True, False):
+        url = tmp_path / ("argument" if by_argument else "state")
+
+        def save(step: int, *, by_argument: bool = by_argument, url: Path = url) -> None:
+            state = {f"mark-{rank}": torch.tensor([step])} | ({} if by_argument else {"step": step})
+            own = {"step": step} if by_argument else {}
+            ckpt_storage.save(state, url, overwrite=True, timeout=HANG_S, **own)
+
+        if rank == 0:
+            error = cases.caught(save, 100)
+            assert isinstance(error, ckpt_storage.RankMismatchError)
+            assert error.values == {"100": [0], "200": [1]}
+        save(200)
+
+
 def saved(state: dict[str, Any], path: Path | str, **options: Any) -> int:
     """Save, and return how often a local plan was made."""
     inner = dcp.DefaultSavePlanner.create_local_plan

@@ -20,6 +20,7 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from dcp_cases import cut, seeded
 from limits import HANG_S, JOB_S
 from on_ranks import on_ranks
@@ -200,6 +201,32 @@ def test_a_failure_in_shared_reads_under_dcp_load_is_told_to_all(rank: int, path
     del rank
     with pytest.raises(CheckpointException, match="damaged"):
         dcp_cases.load({"w": torch.zeros(1 << 20)}, path, shared_reads="always", timeout=HANG_S)
+
+
+@pytest.mark.deadline
+@on_ranks()
+def test_a_rank_that_is_late_for_shared_reads_under_dcp_load_is_named(
+    rank: int, tmp_path: Path
+) -> None:
+    """It fails as the other has; it does not wait for the other to read once more."""
+    path, ended = str(tmp_path / "c"), tmp_path / "ended"
+    dcp_cases.save(model(), path)
+    timeout = Timeouts(plan=5.0 if rank else 0.5)
+    reader = ckpt_storage.CheckpointStorageReader(path, shared_reads="always", timeout=timeout)
+
+    def read(*args: Any) -> Any:
+        if rank:
+            until(ended.exists, "the end on rank 0")
+        try:
+            return type(reader).read_data(reader, *args)
+        finally:
+            ended.touch()
+
+    with patch.object(reader, "read_data", read), pytest.raises(CheckpointException) as raised:
+        dcp.load(model(), storage_reader=reader)
+    for error, _ in raised.value.failures.values():
+        assert isinstance(error, PhaseTimeoutError)
+        assert "Rank 1 of the group's 2 has not arrived" in str(error)
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ late, skipped, killed and restarted ranks, calls that raise before they sent any
 requests and replies, broken connections, a stopped store, requests that arrive later, and cancels.
 
 * I1 No commit holds payloads of operations that are not equal, or of two incarnations. If no rank
-  skipped a call, no commit holds payloads of two calls, even where steps are unknown.
+  skipped a call, no commit holds payloads of two calls, even where steps are unknown. (A read may.)
 * I2, I5 After the last fault the next call that all ranks make commits. One more may fail for each
   skipped call where steps are unknown, and for each deadline that passes after that, for each error
-  of an unknown operation, and for each number that an earlier incarnation gave up.
+  of an unknown operation, and for each number that an earlier incarnation gave up. In a lane of
+  reads this holds for the calls of one rank: the others may be some calls late. A call that is in a
+  number while another rank gives it up fails.
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
   a save that is not.
 * I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
@@ -35,6 +37,7 @@ from coordination_protocol import (
     ABSENT,
     CLAIMED,
     DOWN,
+    LATE,
     OK,
     OVER,
     Local,
@@ -115,6 +118,8 @@ READS = {"get", "wait", "wait for good", "poll", "look", "look at present", "lin
 LOOKS = {"look", "look at present"}
 WAITS = {"wait", "poll", "look", "linger"}
 OF_STORAGE = {"commit", "ask"}
+NOTES = {"note"}
+"""What the coordinator keeps in its own memory."""
 
 
 class Search:
@@ -128,8 +133,8 @@ class Search:
         self.members = range(1, scenario.world)
         self._merge = merge and scenario.world == 3 and scenario.operations != "sides"
         self._advanced: dict[tuple[int, int], Any] = {}
-        self._has_urls = scenario.operations == "urls"
         self._has_sessions = scenario.fresh or "restart" in scenario.faults
+        self._has_urls = scenario.operations in ("urls", "read urls")
         self._is_prompt = PROMPT.issuperset(scenario.faults) and not scenario.fresh
 
     # One rank.
@@ -170,12 +175,12 @@ class Search:
         kind, key = request[:2]
         if kind == "set":
             store[key[0]] = key[1]
-        elif kind == "arrive":
+        elif kind in ("arrive", "note"):
             store[key] = request[2]
             if not self.rules.keep_keys and key[2] == 1 and key[4] == 0:
                 self._delete(store, *key[:2])
         elif kind in ("fail", "claim"):
-            value = CLAIMED if kind == "claim" else (request[2],)
+            value = CLAIMED if kind == "claim" else request[2:]
             return store.setdefault((*key, "verdict"), value)
         elif kind == "publish":
             store[*key, "release"] = request[2]
@@ -247,17 +252,20 @@ class Search:
             raise ViolationError(f"I1: a commit holds {saved}")
         if len({incarnation for incarnation, _ in payloads}) > 1:
             raise ViolationError(f"I1: a commit holds payloads of two incarnations: {payloads}")
+        ghost = ghost._replace(commits=(*ghost.commits, (round_, payloads)))
+        if self.scenario.is_read:
+            return ghost
         if not ghost.has_skipped and len({call for _, call in payloads}) > 1:
             raise ViolationError(f"I1: a commit holds payloads of calls {payloads}, none skipped")
         for rank, (_, call) in enumerate(payloads):
             if ghost.outcomes[rank][call] == "failed":
                 raise ViolationError(f"I3: rank {rank} said failed of what is committed now")
-        return ghost._replace(commits=(*ghost.commits, (round_, payloads)))
+        return ghost
 
     def _ended(self, ghost: Ghost, me: int, ended: tuple[Any, ...]) -> Ghost:
         for incarnation, call, outcome in ended:
             is_there = any(payloads[me] == (incarnation, call) for _, payloads in ghost.commits)
-            if is_there and outcome == "failed":
+            if is_there and outcome == "failed" and not self.scenario.is_read:
                 raise ViolationError(f"I3: rank {me} says failed of what is committed")
             if outcome == "committed" and not is_there:
                 raise ViolationError(f"I3: rank {me} returns OK of what is not committed")
@@ -283,6 +291,11 @@ class Search:
             or any(local.phase == "dead" for local in locals_)
         ):
             return
+        if self.scenario.is_read:
+            # A rank that was late reads with a later call of the others; its last calls are alone.
+            for of_rank in ghost.outcomes:
+                if of_rank[ghost.need :].count("failed") <= ghost.allowance:
+                    return
         for call in range(ghost.need, last + 1):
             if all(of_rank[call] == "committed" for of_rank in ghost.outcomes):
                 return
@@ -384,15 +397,32 @@ class Search:
         elif kind == "ask":
             commits = self.ghosts.values[state.ghost].commits
             yield any(round_ == request[1] for round_, _ in commits), None, None
-        elif local.is_broken:
+        elif local.is_broken and kind != "note":
             yield DOWN, None, None
         else:
             store = dict(self.stores.values[state.store])
             reply = self.apply(store, request)
+            ghost = self._after_late(state, request) if kind == "publish" else None
             if reply is not None:
-                yield reply, (None if kind in READS - LOOKS else store), None
-            if local.is_over and kind in WAITS:
+                yield reply, (None if kind in READS - LOOKS else store), ghost
+            # A call that raises because it is interrupted waits for no deadline.
+            if (local.is_over or local.rank.raising) and kind in WAITS:
                 yield OVER, None, None
+
+    def _after_late(self, state: State, request: Request) -> Ghost | None:
+        """Return the ghost after a read was given up, which other ranks have begun as well."""
+        if LATE not in request[2]:
+            return None
+        locals_ = (self.locals.values[number] for number in state.locals)
+        taking_part = [
+            local.rank.call + 1
+            for local in locals_
+            if local.phase not in ("idle", "dead")
+            and not local.is_over
+            and local.rank.number + 1 == request[1][1]
+        ]
+        ghost: Ghost = self.ghosts.values[state.ghost]
+        return ghost._replace(need=max([ghost.need, *taking_part]))
 
     def expiries(self, state: State) -> Iterator[tuple[str, State]]:
         """Yield the deadlines that may expire because nothing else can happen."""
@@ -484,7 +514,7 @@ class Search:
             ghost = self.ghosts.values[state.ghost]
             yield "commit request lost", down, None, None
             yield "reply to commit lost", down, None, self.commit(state, ghost, request)
-        if request[0] in OF_STORAGE or local.is_broken or "lost" not in faults:
+        if request[0] in OF_STORAGE | NOTES or local.is_broken or "lost" not in faults:
             return
         broken = down._replace(is_broken=True)
         yield f"{_show(request)} lost, connection broken", broken, None, None
@@ -503,7 +533,7 @@ class Search:
     def _cancel(self, state: State, me: int, local: Local) -> Iterator[Fault]:
         phase = local.phase.rstrip("12")
         store = dict(self.stores.values[state.store])
-        if phase in ("arrive", "wait", "collect", "report") and local.rank.token:
+        if phase in ("enter", "arrive", "wait", "collect", "report") and local.rank.token:
             round_ = 2 if local.phase in ("report", "wait2", "collect2") else 1
             key = (local.rank.token, local.rank.number + 1, round_)
             verdict = self.apply(store, ("fail", key, self.protocol.own(me, local.rank)))
@@ -522,7 +552,8 @@ class Search:
             if request is None:
                 continue
             ghost = self.ghosts.values[state.ghost]
-            if "delay" in self.scenario.faults and request[0] not in READS | OF_STORAGE:
+            is_lost = request[0] not in READS | OF_STORAGE | NOTES
+            if "delay" in self.scenario.faults and is_lost:
                 ghost = ghost._replace(in_flight=(*ghost.in_flight, request))
             state = self.put(state, me, local._replace(is_broken=True), ghost=ghost)
         return self._spend(state)
@@ -692,6 +723,10 @@ SHORT = (
     Scenario(name="first calls", faults=("late", "skip", *RAISES), fresh=True),
     Scenario(name="restart", faults=("restart",), fresh=True, calls=2),
     Scenario(name="left", faults=("late", "lost"), acknowledge=True, calls=2),
+    Scenario(name="reads", faults=("late", "skip", "raise unknown"), operations="reads", calls=4),
+    Scenario(name="reads in lockstep", faults=("late", "skip"), operations="reads", lockstep=True),
+    Scenario(name="first reads", faults=("late", "skip"), operations="reads", fresh=True),
+    Scenario(name="read URLs", faults=("late", "skip"), operations="read urls", calls=4),
 )
 """What the tests search."""
 
@@ -727,6 +762,44 @@ FULL = (
         world=2,
         calls=4,
     ),
+    Scenario(
+        name="two faults, reads",
+        faults=("late", "skip", "raise unknown", "raise alone", "lost"),
+        budget=2,
+        operations="reads",
+        calls=4,
+    ),
+    Scenario(
+        name="two faults, reads in lockstep",
+        faults=("late", "skip", "raise unknown", "lost"),
+        budget=2,
+        operations="reads",
+        calls=5,
+        lockstep=True,
+    ),
+    Scenario(
+        name="two faults, read URLs",
+        faults=("late", "skip"),
+        budget=2,
+        operations="read urls",
+        calls=5,
+    ),
+    Scenario(
+        name="two faults, first reads",
+        faults=("late", "skip", "raise alone"),
+        budget=2,
+        operations="reads",
+        calls=4,
+        fresh=True,
+    ),
+    Scenario(
+        name="restart of two ranks, reads",
+        faults=("restart", "late", "skip"),
+        budget=2,
+        world=2,
+        operations="reads",
+        fresh=True,
+    ),
     Scenario(name="restart of three ranks", faults=("restart", "late"), fresh=True),
     Scenario(name="left, two faults", faults=("late", "lost"), acknowledge=True, budget=2),
     *(
@@ -750,6 +823,7 @@ _LOST = Scenario(name="lost", faults=("lost",))
 _RAISE = Scenario(name="raise", faults=("raise",), lockstep=True)
 _SKIP = Scenario(name="skip", faults=("skip",))
 _URLS = replace(_SKIP, operations="urls", calls=6)
+_READS = Scenario(name="reads", faults=("skip",), operations="reads", world=2)
 _LATE_RESTART = replace(_RESTART, faults=("restart", "late"), budget=2, calls=2)
 
 DROPPED = {
@@ -774,6 +848,11 @@ DROPPED = {
     "memory": (_URLS, "I2"),
     "long_memory": (replace(_URLS, budget=2), "I2"),
     "moved_on": (replace(_SIDES, lockstep=True), "I4"),
+    "pass_over": (replace(_READS, lockstep=True), "I2"),
+    "reads_uncounted": (
+        replace(_READS, faults=("skip", "late"), fresh=True, budget=2, calls=4),
+        "I2",
+    ),
 }
 """For each rule a scenario, and the invariant that does not hold there without it."""
 

@@ -8,6 +8,9 @@ A failure takes two requests: a `compare_set` of the verdict (`fail`), then a `s
 (`publish`). A poll of the coordinator takes two: it reads the verdict (`poll`), then the payloads
 (`look`).
 
+The model has one lane. In a lane of saves all calls are saves or loads, in a lane of reads all are
+choices of a restore: lanes share no key, so calls in other lanes change nothing.
+
 Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once is like a
 success, so a request fails only for good. A poll that would see nothing is left out: the
 coordinator waits until its next poll would see a failure or all payloads. Other terms than the
@@ -36,6 +39,9 @@ Request = tuple[Any, ...]
 Reply = Any
 
 DOWN, OVER, CLAIMED, OK, SUPERSEDED, ABSENT = "down", "over", "claimed", "ok", "superseded", 0
+
+LATE = "late"
+"""Marks the failure of a read whose deadline has passed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,10 @@ class Rules:
     """That memory goes back to the last number that was released ok."""
     moved_on: bool = True
     """That memory counts only ranks that changed their operation since."""
+    pass_over: bool = True
+    """A read passes over a number that ranks of the same read gave up at their deadline."""
+    reads_uncounted: bool = True
+    """A read that ended before all ranks met does not count in the session."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +103,8 @@ class Scenario:
     Attributes:
         operations: "steps": one URL, steps 100, 200, ...; "none": one URL, steps unknown;
             "urls": a URL for each call, steps unknown; "mixed": as "steps", rank 0 knows none;
-            "sides": the members 0 and 2 save to one URL, rank 1 to another, each time.
+            "sides": the members 0 and 2 save to one URL, rank 1 to another, each time;
+            "reads": reads of one URL; "read urls": of a URL for each call.
         lockstep: Whether no rank begins a call before all ranks have ended the previous call.
         fresh: Whether there is no session yet.
         acknowledge: Whether ranks report that they left a number.
@@ -106,20 +117,25 @@ class Scenario:
     budget: int = 1
     world: int = 3
     calls: int = 3
-    operations: Literal["steps", "none", "urls", "mixed", "sides"] = "steps"
+    operations: Literal["steps", "none", "urls", "mixed", "sides", "reads", "read urls"] = "steps"
     lockstep: bool = False
     fresh: bool = False
     acknowledge: bool = False
     is_live: bool = True
 
     def identity(self, rank: int, call: int) -> Identity:
-        """Return what the rank's call saves."""
-        if self.operations == "urls":
+        """Return what the rank's call saves or reads."""
+        if self.operations in ("urls", "read urls"):
             return (0, call)
         if self.operations == "sides":
             return (0, rank % 2)
         is_known = self.operations == "steps" or (self.operations == "mixed" and rank)
         return (100 * (call + 1) if is_known else 0, 0)
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the calls only read."""
+        return self.operations in ("reads", "read urls")
 
 
 class Rank(NamedTuple):
@@ -209,12 +225,12 @@ class Protocol:
             return (yield from self._make_session(rank))
         if rank.token:
             return "settle", rank
-        token = yield ("get" if rank.raising else "wait", ("session",))
-        if token in (OVER, DOWN, ABSENT):
+        token = yield ("wait", ("session",))
+        if token in (OVER, DOWN):
             return "unsent", rank
         if self.rules.join_slot:
             process = yield ("join", (token, "join", me), rank.incarnation)
-            if process == DOWN or (process != rank.incarnation and rank.raising):
+            if process == DOWN:
                 return "unsent", rank
             if process != rank.incarnation:
                 newer = yield ("wait", (token, "superseded"))
@@ -258,7 +274,7 @@ class Protocol:
         """End a call that sent nothing, and that failed no other rank's."""
         yield ("end", "failed")
         identity = self.own(me, rank)
-        early = rank.early if rank.has_met else (*rank.early, identity)
+        early = self._early(rank, identity)
         number = rank.number
         pending = rank.pending
         if rank.token and self.rules.count_failed:
@@ -268,10 +284,15 @@ class Protocol:
             call=rank.call + 1, raising=0, number=number, pending=pending, early=early
         )
 
+    def _early(self, rank: Rank, identity: Identity) -> tuple[Identity, ...]:
+        """Return the calls that count in the session where all ranks meet, and this call."""
+        is_counted = not (self.scenario.is_read and self.rules.reads_uncounted)
+        return rank.early if rank.has_met or not is_counted else (*rank.early, identity)
+
     def settle(self, me: int, rank: Rank) -> Phase:
         """Fail the numbers of earlier calls that could not reach the store."""
         if not rank.pending:
-            return ("fail1" if rank.raising else "arrive"), rank
+            return ("fail1" if rank.raising else "enter"), rank
         number, identity = rank.pending[0]
         if identity == COMMITTED:
             if (yield ("release", (rank.token, number, 2))) == DOWN:
@@ -289,9 +310,8 @@ class Protocol:
             return "unsent", rank
         return "settle", rank._replace(pending=rank.pending[1:])
 
-    def arrive(self, me: int, rank: Rank) -> Phase:
-        """Send the payload of round 1."""
-        round_ = (rank.token, rank.number + 1, 1)
+    def enter(self, me: int, rank: Rank) -> Phase:
+        """Take the next number, unless there is a newer session; a read may pass over it."""
         if not rank.has_met and self.rules.look_again:
             # After the failures of earlier numbers: rank 0 supersedes first, then reads these.
             session = yield ("get", ("session",))
@@ -299,10 +319,26 @@ class Protocol:
                 return "unsent", rank
             if session != rank.token:
                 return "begin", rank._replace(token=0)
-        if (yield ("is_over",)):
+        if self.scenario.is_read and self.rules.pass_over:
+            released = yield ("get", (rank.token, rank.number + 1, 1, "release"))
+            if released == DOWN:
+                return "unsent", rank
+            if released == (self.own(me, rank), LATE):
+                return "begin", rank._replace(number=rank.number + 1)
+        return "arrive", rank
+
+    def arrive(self, me: int, rank: Rank) -> Phase:
+        """Send the payload of round 1, also after the deadline; the coordinator only notes it."""
+        payload = (
+            (rank.token, rank.number + 1, 1, "from", me),
+            (self.own(me, rank), rank.incarnation),
+        )
+        if me == 0:
+            yield ("note", *payload)
+        # A cancel is noticed before the payload is sent.
+        if "cancel" in self.scenario.faults and (yield ("is_over",)):
             return "fail1", rank
-        payload = (self.own(me, rank), rank.incarnation)
-        if (yield ("arrive", (*round_, "from", me), payload)) == DOWN:
+        if me and (yield ("arrive", *payload)) == DOWN:
             return "fail1", rank
         return ("wait1" if me else "collect1"), rank
 
@@ -314,7 +350,7 @@ class Protocol:
         if value == SUPERSEDED:
             return "begin", rank._replace(token=0)
         if is_failed(value):
-            return (yield from self._abandoned(me, rank, value[0]))
+            return self._abandoned(me, rank, value[0])
         return "report", rank._replace(has_met=True, early=())
 
     def collect1(self, me: int, rank: Rank) -> Phase:
@@ -335,7 +371,7 @@ class Protocol:
             decision = yield from self._fail(round_, decision)
         if decision in (DOWN, CLAIMED):
             return "fail1", rank
-        return (yield from self._abandoned(me, rank, decision[0]))
+        return self._abandoned(me, rank, decision[0])
 
     def _poll(self, round_: tuple[int, int, int]) -> Generator[Request, Reply, Reply]:
         """Poll once, as the coordinator: the verdict, then the payloads."""
@@ -352,22 +388,20 @@ class Protocol:
         return verdict if (yield ("publish", round_, verdict)) == OK else DOWN
 
     def _fail(
-        self, round_: tuple[int, int, int], identity: Identity
+        self, round_: tuple[int, int, int], identity: Identity, *marks: str
     ) -> Generator[Request, Reply, Reply]:
         """Set the verdict, then the release; return the verdict."""
-        verdict = yield ("fail", round_, identity)
+        verdict = yield ("fail", round_, identity, *marks)
         if not is_failed(verdict):
             return verdict
         return verdict if (yield ("publish", round_, verdict)) == OK else DOWN
 
-    def _abandoned(self, me: int, rank: Rank, identity: Identity) -> Phase:
+    def _abandoned(self, me: int, rank: Rank, identity: Identity) -> tuple[str, Rank]:
         own = self.own(me, rank)
         is_mine = identity == UNKNOWN or are_equal(identity, own, self.rules)
         if is_mine or not self.rules.keep_call:
             return "failed", rank
         # A rank whose deadline has passed fails the next number.
-        if self.scenario.acknowledge:
-            yield from self._acknowledge(rank)
         return "begin", rank._replace(number=rank.number + 1)
 
     def report(self, me: int, rank: Rank) -> Phase:
@@ -416,7 +450,10 @@ class Protocol:
             yield ("end", "failed")
             number = rank.number + self.rules.count_failed
             return "idle", rank._replace(call=rank.call + 1, raising=0, number=number)
-        verdict = yield from self._fail(round_, identity)
+        if me == 0 and rank.raising == 1:
+            yield ("note", (*round_, "from", 0), (identity, rank.incarnation))
+        is_late = self.scenario.is_read and (yield ("is_over",))
+        verdict = yield from self._fail(round_, identity, *[LATE] * is_late)
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED:
@@ -431,10 +468,14 @@ class Protocol:
     def fail2(self, me: int, rank: Rank) -> Phase:
         """Fail the commit round; behind a claim, ask the storage."""
         round_ = (rank.token, rank.number + 1, 2)
-        verdict = yield from self._fail(round_, self.own(me, rank))
+        is_late = self.scenario.is_read and (yield ("is_over",))
+        verdict = yield from self._fail(round_, self.own(me, rank), *[LATE] * is_late)
         if verdict == DOWN:
             return "unreachable", rank
         if verdict != CLAIMED or not (rank.has_reported or me == 0):
+            return "failed", rank
+        if me and self.scenario.is_read:
+            # The other ranks may have read all the same.
             return "failed", rank
         if me == 0:
             # The claim is its own, and its reply was lost: there is no commit, and will be none.
@@ -464,9 +505,12 @@ class Protocol:
         yield ("end", outcome)
         if self.scenario.acknowledge and me == 0 and outcome == "failed":
             yield ("linger", (rank.token, rank.number + 1))
-        early = rank.early if rank.has_met else (*rank.early, self.own(me, rank))
         return "idle", rank._replace(
-            call=rank.call + 1, number=rank.number + 1, raising=0, has_reported=False, early=early
+            call=rank.call + 1,
+            number=rank.number + 1,
+            raising=0,
+            has_reported=False,
+            early=self._early(rank, self.own(me, rank)),
         )
 
     def _acknowledge(self, rank: Rank) -> Generator[Request, Reply, None]:
