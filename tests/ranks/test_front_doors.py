@@ -263,7 +263,7 @@ def test_a_rank_that_skipped_a_save_does_not_mix_two_steps(rank: int, tmp_path: 
 
         def save(step: int, *, by_argument: bool = by_argument, url: Path = url) -> None:
             state = {f"mark-{rank}": torch.tensor([step])} | ({} if by_argument else {"step": step})
-            own = {"step": step} if by_argument else {}
+            own: dict[str, Any] = {"step": step} if by_argument else {}
             ckpt_storage.save(state, url, overwrite=True, timeout=HANG_S, **own)
 
         if rank == 0:
