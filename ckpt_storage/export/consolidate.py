@@ -62,8 +62,8 @@ class ConsolidationReport:
     source_url, output_url: without credentials.
     source_format, save_id: of the checkpoint; `save_id` is None if the format has no save ids.
     files: in order of their numbers. `total_bytes` is of all files, headers included.
-    read_bytes, sent_bytes: received and sent by all ranks in this run. copied_bytes: copied by the
-        storage itself. rank_bytes: sent and copied by each rank.
+    read_bytes, sent_bytes: received and sent by all ranks in this run. rank_bytes: what each rank
+        sent.
     dropped_prefixes: removed from names by default: keys of containers, prefixes of wrappers.
     skipped: values that are in no weight file. ties: alias to target, FQNs, of dropped aliases.
     extra_files: names of files that were written beside the weights.
@@ -81,7 +81,6 @@ class ConsolidationReport:
     total_bytes: int
     read_bytes: int
     sent_bytes: int
-    copied_bytes: int
     rank_bytes: Sequence[int]
     dropped_prefixes: Sequence[str]
     skipped: Sequence[SkippedValue]
@@ -292,8 +291,9 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             files=tuple(files),
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
-            **made.moved,
-            rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
+            read_bytes=made.moved["read_bytes"],
+            sent_bytes=made.moved["sent_bytes"],
+            rank_bytes=tuple(result.moved["sent_bytes"] for result in made.results),
             dropped_prefixes=dropped_prefixes(
                 (tensor.fqn, tensor.name) for file in plan.files for tensor in file.elements
             ),
