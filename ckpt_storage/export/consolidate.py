@@ -109,7 +109,7 @@ def consolidate(  # the public surface, all keyword-only
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     include: Selection | None = None,
     exclude: Selection | None = None,
-    tied: Literal["drop", "keep"] = "drop",
+    tied: Literal["drop", "keep"] | Mapping[str, str] = "drop",
     extra_files: ExtraFiles | None = None,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",

@@ -40,7 +40,7 @@ WANTED = {
     "rename": RENAME_WANTED,
     "include": "FQNs, glob patterns, or a function of each",
     "exclude": "FQNs, glob patterns, or a function of each",
-    "tied": '"drop" or "keep"',
+    "tied": '"drop", "keep", or a mapping from alias to target',
     "extra_files": "paths or URLs of files, or a mapping from names to these or to bytes",
 }
 """The valid values of the options that decide the content of an export, for error messages."""
@@ -75,7 +75,8 @@ class ConsolidateOptions:
         `?`, `[...]`, letter case counts), one or a collection of them, or a function that gets
         each FQN. An entry that is an FQN is not used as a pattern.
     tied: for aliases of recorded ties: "drop" skips them, because `transformers` ties them again;
-        "keep" writes their bytes once more.
+        "keep" writes their bytes once more. A mapping from alias to target (FQNs, with or without
+        the model's key) is "drop" with more ties than were recorded.
     extra_files: files to write beside the weights, such as config.json and those of a tokenizer:
         paths or URLs, or a mapping from the name in the export to a path, a URL or bytes. The first
         rank reads them. They are replaced before the index is. Entries `files.<name>` of the
@@ -96,7 +97,7 @@ class ConsolidateOptions:
     rename: Rename | None = None
     include: Selection | None = None
     exclude: Selection | None = None
-    tied: Literal["drop", "keep"] = "drop"
+    tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
     extra_files: ExtraFiles | None = None
     memory_limit_bytes: int | None = None
     page_cache: PageCache | None = None
@@ -107,13 +108,14 @@ class ConsolidateOptions:
         index = self.fqn_to_index_mapping
         is_good = {
             "max_file_bytes": self.file_limit_bytes >= _MIN_FILE_BYTES,
-            "fqn_to_index_mapping": index is None or _is_file_index(index),
+            "fqn_to_index_mapping": index is None
+            or (bool(index) and _maps(index, int) and min(index.values()) > 0),
             "filename_pattern": self.filename_pattern in (None, *PATTERNS),
             "dtype": all(dtype in CASTABLE for dtype in self.casts.values()),
             "rename": is_rename(self.rename),
             "include": _is_selection(self.include),
             "exclude": _is_selection(self.exclude),
-            "tied": self.tied in ("drop", "keep"),
+            "tied": self.tied in ("drop", "keep") or _maps(self.tied, str),
             "extra_files": _are_files(self.extra_files),
         }
         for option, wanted in WANTED.items():
@@ -181,12 +183,10 @@ def _are_files(value: object) -> bool:
     )
 
 
-def _is_file_index(value: object) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(key, str) for key in value)
-        and all(type(number) is int and number > 0 for number in value.values())
+def _maps(value: object, kind: type) -> bool:
+    """Return whether a value is a mapping from texts to values of a kind."""
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and type(entry) is kind for key, entry in value.items()
     )
 
 

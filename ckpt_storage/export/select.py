@@ -195,8 +195,9 @@ def choose_model(
     )
     tied: dict[str, str] = {}
     if options.tied != "keep":
-        ties: Mapping[str, str] = getattr(source, "ties", {})
-        tied = {alias: target for alias, target in ties.items() if {alias, target} <= names.keys()}
+        wanted = options.tied if isinstance(options.tied, Mapping) else {}
+        roots = _all_ties(tensors, getattr(source, "ties", {}), wanted, stripped)
+        tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
         reasons |= dict.fromkeys(tied, "tied")
     skipped = tuple(
         SkippedValue(
@@ -321,6 +322,38 @@ def _outside(paths: Mapping[str, KeyPath]) -> dict[str, Reason]:
         level, depth = inside, depth + 1
 
 
+def _all_ties(
+    tensors: Mapping[str, TensorRecord],
+    recorded: Mapping[str, str],
+    wanted: Mapping[str, str],
+    stripped: str,
+) -> dict[str, str]:
+    """Return alias to target of recorded ties and those of the caller; no chains."""
+
+    def find(name: str) -> str:
+        return name if name in tensors else f"{stripped}{name}"
+
+    ties = dict(recorded)
+    ends = {find(alias): find(target) for alias, target in wanted.items()}
+    for alias, target in sorted(ends.items()):
+        root = recorded.get(target, target)
+        if root not in tensors or root in ends:
+            what = "is tied itself" if root in ends else "is no tensor of the checkpoint"
+            raise InvalidInputError(
+                f"tied= maps {alias!r} to {target!r}, which {what}.",
+                next_step="Give the one tensor that stands for all aliases.",
+            )
+        a, b = tensors.get(alias, tensors[root]), tensors[root]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            raise InvalidInputError(
+                f"tied= maps {alias} ({a.dtype}, {list(a.shape)}) to {root} ({b.dtype}, "
+                f"{list(b.shape)}).",
+                next_step="Tied tensors have one dtype and one shape.",
+            )
+        ties[alias] = root
+    return {alias: ties.get(root, root) for alias, root in ties.items()}
+
+
 def check_ties(source: Source, ties: Mapping[str, str]) -> None:
     """Raise `InvalidInputError` if an alias is not what its target is.
 
@@ -336,6 +369,6 @@ def check_ties(source: Source, ties: Mapping[str, str]) -> None:
             None if place.crcs is None else (place.block_bytes, *place.crcs) for place in places
         ]
         if None not in crcs and crcs[: len(boxes)] != crcs[len(boxes) :]:
-            what = f"{alias} is recorded as tied to {target}; their checksums differ."
-            step = 'Pass tied="keep": both are exported then.'
+            what = f"{alias} is said to be tied to {target}; their checksums differ."
+            step = 'Remove it from tied=, or give tied="keep"; both then go out.'
             raise InvalidInputError(what, next_step=step)

@@ -29,7 +29,6 @@ from ckpt_storage import ConsolidateOptions, ConsolidationReport, InvalidInputEr
 from ckpt_storage.export.layout import lay_out_model
 from ckpt_storage.export.options import parse_bytes
 from ckpt_storage.export.plan import Plan, divide, plan
-from ckpt_storage.export.select import check_ties
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.manifest import TensorRecord
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
@@ -404,24 +403,23 @@ def test_selections_and_names_take_fqns_patterns_and_functions(
 
 
 def test_ties_are_dropped_or_kept() -> None:
-    """A recorded alias is left out, unless it is to be kept or its target does not go out."""
+    """A recorded alias is left out, unless it is to be kept or its target does not go out.
+
+    A caller may name others by FQNs or by names of weight files, if their checksums agree.
+    """
     data = torch.arange(64.0).reshape(8, 8)
-    state = {"embed": data, "head": data, "other": data + 1}
+    halves = [Box((0, 0), (4, 8)), Box((4, 0), (4, 8))]
+    state = {"embed": data, "head": data, "other": data + 1, "like": tiled(data.clone(), halves)}
     _, report = export({"model": state})
     assert report.ties == {"model.head": "model.embed"}
     for options in ({"tied": "keep"}, {"exclude": "model.embed"}):
         _, report = export({"model": state}, **options)
         assert not report.ties
-
-
-def test_a_recorded_tie_of_unequal_values_is_refused(tmp_path: Path) -> None:
-    """A tie is a claim of the saver: the checksums of both tensors decide."""
-    ckpt_storage.save({"a": torch.ones(8), "b": torch.zeros(8), "c": torch.ones(8)}, tmp_path)
-    with ckpt_storage.open_checkpoint(tmp_path) as checkpoint:
-        source = checkpoint._handle.source  # noqa: SLF001  # as `consolidate` opens it
-        check_ties(source, {"c": "a"})
-        with pytest.raises(InvalidInputError, match=r"b is recorded as tied to a; their checksums"):
-            check_ties(source, {"b": "a"})
+    for pair in (("like", "embed"), ("model.like", "model.embed"), ("like", "model.embed")):
+        _, report = export({"model": state}, tied={**dict([pair]), "absent": "embed"})
+        assert report.ties == {"model.like": "model.embed", "model.head": "model.embed"}
+    with pytest.raises(InvalidInputError, match=r"other is said to be tied to .*; their check"):
+        export({"model": state}, tied={"other": "embed"})
 
 
 @pytest.mark.parametrize(
@@ -460,6 +458,9 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         ({"rename": lambda _: None}, r"called None"),
         ({"rename": lambda fqn: f"{fqn}\ud800"}, r"text and not"),
         ({"fqn_to_index_mapping": {"head": 1}}, r"does not say which file layers.0.w"),
+        ({"tied": {"head": "nope"}}, r"maps 'model.head' to 'model.nope', which is no tensor"),
+        ({"tied": {"head": "odd"}}, r"float32, \[4, 2\]\) to model.odd \(int8, \[3\]\)"),
+        ({"tied": {"head": "layers.0.w", "layers.0.w": "head"}}, r"is tied itself"),
         ({"dtype": {"*.nothing": "float32"}}, r"dtype names .*matches no tensor"),
         ({"include": "bad.*"}, r"bad.0 has dtype complex128.*exclude=\['bad.0'\]"),
     ],
@@ -468,9 +469,11 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
     """The error names what does not fit and the next step."""
+    model = {**STATE["model"], "odd": torch.zeros(3, dtype=torch.int8)}
     bad = {str(at): torch.zeros(2, dtype=torch.complex128) for at in range(9)}
+    state = {**STATE, "bad": bad, **({"model": model} if "tied" in options else {})}
     with pytest.raises(InvalidInputError, match=message) as caught:
-        chosen({**STATE, "bad": bad}, **options)
+        chosen(state, **options)
     assert caught.value.next_step
 
 
