@@ -128,8 +128,8 @@ def thin(url: str, *, drop: tuple[str, ...], yes: bool, as_json: bool, **options
     type=click.Choice(FORMATS),
     default="ckpt_storage",
     show_default=True,
-    help="ckpt_storage; dcp: torch's own; safetensors: with an index, as Hugging Face has it; "
-    "torch_save: one file.",
+    help="ckpt_storage; dcp: torch's own; dcp_safetensors: torch's sharded files; safetensors: "
+    "with an index, as Hugging Face has it; torch_save: one file.",
 )
 @patterns_options
 @click.option(

@@ -21,8 +21,8 @@ from .output import Export, ExportSpec, SourceVersion, WriteSummary, place_withi
 from .plan import Fixed, Segment, Stored, elements_of
 from .select import Selected, select
 
-TargetFormat = Literal["ckpt_storage", "dcp", "safetensors", "torch_save"]
-"""ours; stock DCP; weight files with an index as Hugging Face has them; a file of torch.save."""
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,8 +74,9 @@ def convert(  # the public surface, all keyword-only
     export too, and of `torch.save`, also in folders of torch_checkpointing, are checked; files of
     the other formats are checked for their lengths. Values keep their names: tensors go over bit by
     bit, objects and nesting where the format has them. `dst` shows the result all at once, at the
-    end. After a failure or a kill, call it again with the same arguments. Files of "dcp" and
-    "safetensors" that were complete, and are sound, are kept; the other formats begin anew.
+    end. After a failure or a kill, call it again with the same arguments. Files of "dcp",
+    "dcp_safetensors" and "safetensors" that were complete, and are sound, are kept; the other
+    formats begin anew.
 
     To make a model's weights of a training checkpoint, with its names and ties as `transformers`
     expects them, use `consolidate`.
@@ -83,8 +84,8 @@ def convert(  # the public surface, all keyword-only
     Args:
         src: what to convert: a folder or URL, or a file of `torch.save`.
         dst: the folder or URL to fill; for "torch_save" the file.
-        to: "ckpt_storage", "dcp" (stock `FileSystemReader` loads it), "safetensors" (Hugging Face:
-            files with an index, which torch's `HuggingFaceStorageReader` loads, too), "torch_save".
+        to: "ckpt_storage", "dcp" (stock `FileSystemReader` loads it), "dcp_safetensors" (torch's
+            sharded safetensors), "safetensors" (Hugging Face: files with an index), "torch_save".
         include: which values go over: FQNs and glob patterns, or a function of the FQN.
         exclude: which of them do not.
         unsupported: what happens to values that the format cannot hold: "error" names them,
@@ -173,12 +174,13 @@ class _ToFolder(Conversion, PlainFolder[ConvertReport]):
 
     @property
     def last(self) -> str:
-        return names.STOCK_METADATA if self.spec.to == "dcp" else names.INDEX_NAME
+        return {"safetensors": names.INDEX_NAME, "dcp": names.STOCK_METADATA}.get(self.spec.to, "")
 
     def lay_out(self) -> Files:
         if self.spec.to == "dcp":
             return self.shards_of()
-        return layout.lay_out_whole(self.chosen.tensors, self.spec.max_file_bytes)
+        ways = {"safetensors": layout.lay_out_whole, "dcp_safetensors": layout.lay_out_sharded}
+        return ways[self.spec.to](self.chosen.tensors, self.spec.max_file_bytes)
 
     def document(self) -> bytes:
         if self.spec.to == "safetensors":

@@ -82,6 +82,30 @@ def lay_out_whole(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> F
     return _weight_files(groups or [[]], MODEL_PATTERN)
 
 
+def lay_out_sharded(tensors: Mapping[str, TensorRecord], max_file_bytes: int) -> Files:
+    """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
+
+    A file of that layout holds at most one chunk of a tensor: chunk n of each tensor is in file n,
+    or in one of those that share its chunks by size.
+    """
+    columns: dict[int, list[Elements]] = {}
+    for fqn, tensor in tensors.items():
+        for number, box in enumerate(boxes_of(tensor)):
+            columns.setdefault(number, []).append(elements_of(fqn, tensor, box))
+    # The parts of a tensor are in order, so the columns are, too.
+    groups = [
+        group for column in columns.values() for group in split_by_size(column, max_file_bytes)
+    ]
+    files: list[OutFile] = []
+    for number, group in enumerate(groups, 1):
+        # Torch writes it as text too; its version is a number there, and its reader wants none.
+        offsets = {part.name: {"saved_offsets": list(part.box.offsets)} for part in group}
+        metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        files.append(_weight_file(name, group, metadata))
+    return tuple(files)
+
+
 def with_suffix(files: Sequence[OutFile], suffix: str) -> Files:
     """Return several weight files with a suffix in their names, as those of a re-export have.
 
@@ -127,10 +151,10 @@ def _weight_files(groups: Sequence[Sequence[Elements]], pattern: str) -> Files:
     count = len(groups)
     suffixes = [f"-{number:05d}-of-{count:05d}" for number in range(1, count + 1)]
     names = [pattern.format(suffix=suffix if count > 1 else "") for suffix in suffixes]
-    return tuple(_weight_file(name, group) for name, group in zip(names, groups, strict=True))
+    return tuple(_weight_file(name, group, {}) for name, group in zip(names, groups, strict=True))
 
 
-def _weight_file(name: str, tensors: Sequence[Elements]) -> OutFile:
+def _weight_file(name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]) -> OutFile:
     # Larger elements first, so that each tensor begins at a multiple of its element.
     ordered = sorted(tensors, key=lambda part: -DTYPES[part.dtype].item_bytes)
     ends = itertools.accumulate((part.size_bytes for part in ordered), initial=0)
@@ -140,7 +164,9 @@ def _weight_file(name: str, tensors: Sequence[Elements]) -> OutFile:
         )
         for part, (start, end) in zip(ordered, itertools.pairwise(ends), strict=True)
     ]
-    header = encode_safetensors_header(entries, {"format": "pt"}, align_bytes=DATA_ALIGN_BYTES)
+    header = encode_safetensors_header(
+        entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
+    )
     return OutFile(name=name, segments=[Fixed(header), *ordered])
 
 

@@ -104,7 +104,7 @@ def select(
     if exclude is not None:
         chosen = chosen - matching(exclude, values, "exclude")
     unsupported: dict[str, str] = {}
-    if to == "safetensors":
+    if to in {"safetensors", "dcp_safetensors"}:
         unsupported = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
             reserved = "a name that its header needs for itself" if fqn == "__metadata__" else None

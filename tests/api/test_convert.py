@@ -44,6 +44,8 @@ Flat = dict[str, torch.Tensor]
 torch_config: Any = serialization.config
 """Its methods are added when it is imported."""
 
+WEIGHTS: tuple[TargetFormat, ...] = ("safetensors", "dcp_safetensors")
+
 INDEX = "model.safetensors.index.json"
 
 OBJECTS = {"ckpt_storage", "dcp", "torch_save"}
@@ -80,6 +82,10 @@ def path_of(folder: Path, kind: str, name: str) -> Path:
 def read(kind: str, path: Path, like: dict[str, Any]) -> Any:
     if kind in {"ckpt_storage", "dcp"}:
         return load_stock(like, path)
+    if kind == "dcp_safetensors":
+        found = {name: torch.zeros_like(value) for name, value in like.items()}
+        dcp.load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        return found
     if kind == "safetensors":
         weight_map = json.loads((path / INDEX).read_text())["weight_map"]
         merged: dict[str, Any] = {}
@@ -91,10 +97,10 @@ def read(kind: str, path: Path, like: dict[str, Any]) -> Any:
     return torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "dcp_safetensors"])
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("to", FORMATS)
 def test_values_of_every_format_arrive_in_every_other(
-    tmp_path: Path, kind: str, to: TargetFormat
+    tmp_path: Path, kind: TargetFormat, to: TargetFormat
 ) -> None:
     """The target's own tool reads what the source's tool wrote; nesting and objects survive."""
     state: dict[str, Any] = flat_state()
@@ -111,10 +117,6 @@ def test_values_of_every_format_arrive_in_every_other(
     assert (report.source_format, report.format) == (kind, to)
     assert report.tensor_count == len(flat_state()) + 4 * has_objects
     assert same(read(to, target, state), state)
-    if to == "safetensors":
-        found = {name: torch.zeros_like(value) for name, value in state.items()}
-        dcp.load(found, storage_reader=HuggingFaceStorageReader(str(target)), no_dist=True)
-        assert same(found, state)
     if to == "ckpt_storage":
         assert verify(target).ok
         assert report.save_id == head_of(files_below(target))
@@ -141,16 +143,16 @@ def test_every_dtype_goes_through_every_format_that_has_it(tmp_path: Path) -> No
     kinds = [{n: (t.dtype, t.shape, raw_bytes(t)) for n, t in s.items()} for s in (found, state)]
     assert kinds[0] == kinds[1]
     lacking = {name for name, kind in DTYPES.items() if kind.safetensors is None}
-    target = tmp_path / "safetensors"
-    with pytest.raises(errors.InvalidInputError):
-        convert(tmp_path / "ours", target, to="safetensors")
-    report = convert(tmp_path / "ours", target, to="safetensors", unsupported="drop")
-    assert set(report.dropped) == lacking
-    (file,) = target.glob("*.safetensors")
-    with safe_open(file, framework="pt") as opened:
-        for name in DTYPES.keys() - lacking:
-            assert raw_bytes(opened.get_tensor(name)) == raws[name], name
-    convert(target, tmp_path / "c.pt", to="torch_save")
+    for to in WEIGHTS:
+        with pytest.raises(errors.InvalidInputError):
+            convert(tmp_path / "ours", tmp_path / to, to=to)
+        report = convert(tmp_path / "ours", tmp_path / to, to=to, unsupported="drop")
+        assert set(report.dropped) == lacking
+        (file,) = (tmp_path / to).glob("*.safetensors")
+        with safe_open(file, framework="pt") as opened:
+            for name in DTYPES.keys() - lacking:
+                assert raw_bytes(opened.get_tensor(name)) == raws[name], name
+    convert(tmp_path / "safetensors", tmp_path / "c.pt", to="torch_save")
     again = torch.load(tmp_path / "c.pt", weights_only=True)
     kept = {name: raw for name, raw in raws.items() if name not in lacking}
     assert {name: raw_bytes(one) for name, one in again.items()} == kept
@@ -178,6 +180,9 @@ def test_chunks_stay_where_the_format_has_them_and_join_where_not(tmp_path: Path
     chunks = metadata.state_dict_metadata["x"].chunks  # type: ignore[union-attr]
     starts = {tuple(chunk.offsets) for chunk in chunks}
     assert starts == {tuple(one.start for one in cut) for cut in cuts}
+    convert(tmp_path / "dcp", tmp_path / "again", to="dcp_safetensors")
+    assert len(list((tmp_path / "again").glob("shard-*.safetensors"))) == len(cuts)
+    assert same(read("dcp_safetensors", tmp_path / "again", {"x": tensor}), {"x": tensor})
 
 
 def test_small_files_make_many(tmp_path: Path) -> None:
@@ -188,6 +193,7 @@ def test_small_files_make_many(tmp_path: Path) -> None:
         "ckpt_storage": "saves/*/*.distcp",
         "dcp": "*.distcp",
         "safetensors": "model-*-of-00004.safetensors",
+        "dcp_safetensors": "shard-*.safetensors",
     }
     for to, pattern in patterns.items():
         target = tmp_path / to
@@ -446,7 +452,7 @@ def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:
     saved_stock(nested_state(), source)
     (tmp_path / "b").symlink_to(source)
     before = files_below(source)
-    for to in ("ckpt_storage", "safetensors"):
+    for to in ("ckpt_storage", *WEIGHTS):
         with pytest.raises(errors.InvalidInputError, match="onto itself"):
             convert(source, tmp_path / "b", to=to, overwrite=True, unsupported="drop")
         assert files_below(source) == before
@@ -465,7 +471,7 @@ def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "to"),
-    [("whole", "dcp"), ("view", "safetensors"), ("pickle", "dcp"), ("small", "safetensors")],
+    [("whole", "dcp"), ("view", "safetensors"), ("pickle", "dcp"), ("small", "dcp_safetensors")],
 )
 def test_every_flipped_bit_of_a_torch_file_is_found(
     tmp_path: Path, part: str, to: TargetFormat

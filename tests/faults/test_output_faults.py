@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, Call]] = {
     "consolidate": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
     "consolidate over another": ("ckpt_storage", partial(consolidate, max_file_bytes=1300)),
     "convert to dcp": ("ckpt_storage", converted("dcp")),
+    "convert to dcp_safetensors": ("ckpt_storage", converted("dcp_safetensors")),
     "convert to safetensors": ("ckpt_storage", converted("safetensors")),
     "convert to ckpt_storage": ("dcp", converted("ckpt_storage")),
     "copy dcp": ("dcp", copy),

@@ -107,7 +107,7 @@ def test_a_torch_file_is_written(service: Service, target: dict[str, Any]) -> No
         assert same(torch.load(io.BytesIO(service.files["model.pt"])), state)
 
 
-@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.parametrize("to", ["dcp", "dcp_safetensors", "safetensors"])
 def test_another_format_is_written(
     service: Service, target: dict[str, Any], to: TargetFormat
 ) -> None:
