@@ -754,14 +754,14 @@ FULL = (
     ),
     Scenario(
         name="two faults, reads",
-        faults=("late", "skip", "raise unknown", "raise alone", "lost"),
+        faults=("late", "skip"),
         budget=2,
         operations="reads",
         calls=4,
     ),
     Scenario(
         name="two faults, reads in lockstep",
-        faults=("late", "skip", "raise unknown", "lost"),
+        faults=("late", "skip"),
         budget=2,
         operations="reads",
         calls=5,
@@ -776,7 +776,7 @@ FULL = (
     ),
     Scenario(
         name="two faults, first reads",
-        faults=("late", "skip", "raise alone"),
+        faults=("late", "skip"),
         budget=2,
         operations="reads",
         calls=4,
