@@ -87,10 +87,12 @@ class StorageError(CheckpointError, OSError):
     retryable: bool = False
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UnsupportedByStoreError(StorageError):
     """The storage does not support the operation."""
 
     code = "unsupported-by-store"
+    kind: str = "unsupported"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -23,7 +23,6 @@ from typing import Any
 import fsspec
 
 from ckpt_storage import CheckpointInProgressError, CheckpointStorageReader, list_checkpoints
-from ckpt_storage.testing.s3_server import S3Server
 
 TRAIN_SCRIPT = Path(__file__).with_name("train_fsdp2.py")
 
@@ -260,6 +259,10 @@ class Driver:
 @contextlib.contextmanager
 def embedded_s3() -> Iterator[tuple[str, dict[str, Any]]]:
     """Run an in-memory S3 server; yield the URL of its bucket and the storage options."""
+    # The server of this repository's tests.
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+    from s3_server import S3Server  # noqa: PLC0415  # found there
+
     with S3Server() as server:
         server.create_bucket("example")
         # The server takes any key. Never put a real one on a command line: s3fs finds yours

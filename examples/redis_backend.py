@@ -91,7 +91,7 @@ class RedisBackend(store.Backend):
     def put(self, path: str, data: Buffers, **terms: Any) -> None:
         """Send one piece, and have the name refer to it if the condition holds."""
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
-        token = self.begin_upload(path, write_id="", copies=False)
+        token = self.begin_upload(path, write_id="")
         try:
             self.put_part(path, token, part, data, last=True)
             self._publish(path, token, part.size_bytes, **terms)
@@ -158,7 +158,7 @@ class RedisBackend(store.Backend):
                 self._drop(str(info.version))
             store.report_progress()
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """Note the version that is to be."""
         token = os.urandom(16).hex()
         self._client.hset(_UPLOADS, token, self._root + path)

@@ -177,9 +177,9 @@ class SqliteBackend(store.Backend):
                 with contextlib.suppress(FileNotFoundError):
                     _remove(db, self._find(db, path))
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """Note the name of a new content."""
-        del write_id, copies
+        del write_id
         token = os.urandom(16).hex()
         with self._writing() as db:
             db.execute("INSERT INTO uploads VALUES (?, ?)", [token, self._root + path])

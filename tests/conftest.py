@@ -19,11 +19,10 @@ import pytest
 import servers
 from hypothesis import HealthCheck, settings
 from limits import JOB_S
+from rank_pool import RankPool
+from s3_server import S3Server
 from server_fixtures import new_root, session_server
 from servers import Running
-
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import S3Server
 
 pytest_plugins = ["commit_tools", "fault_tools", "real_roots", "remote_tools"]
 

@@ -21,7 +21,7 @@ from ckpt_storage.saves.planning import (
     checked,
     find_cached_plan,
 )
-from ckpt_storage.saves.replicas import LocalSample, staged_sample
+from ckpt_storage.saves.replicas import ReplicaSample, staged_sample
 from ckpt_storage.saves.saveplanner import BoxSavePlanner
 from ckpt_storage.saves.shardfile import Item
 
@@ -81,7 +81,7 @@ class StagedPlan:
             sample=partial(self._sample, memoryview(memory)),  # type: ignore[arg-type]  # as above
         )
 
-    def _sample(self, memory: memoryview) -> LocalSample:
+    def _sample(self, memory: memoryview) -> ReplicaSample:
         """Return the sample of the replicated values in `memory`."""
         places = (
             (item.index.fqn, self.places[item.index])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.loads.states import plain_state
-from ckpt_storage.saves.devices import DeviceReader, fork_stream
+from ckpt_storage.saves.devices import DeviceReader, as_integers, fork_stream
 from ckpt_storage.saves.items import LiveItems, host_views, is_as_stored
 from ckpt_storage.saves.planning import LocalPlan, flat_state
 from ckpt_storage.saves.replicas import values_of
@@ -39,9 +39,6 @@ _MAX_NAMED = 8
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 64 * 1024
 """Up to this, asking torch for a copy costs more than the copy."""
-
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Torch copies elements of some kinds only as integers."""
 
 
 class StagingJob:
@@ -222,7 +219,8 @@ class StagingJob:
                 ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
                 continue
             targets, sources = pairs.setdefault(tensor.device, ([], []))
-            source = _copyable(tensor)
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # named in torch's "Extending PyTorch"
+                source = as_integers(tensor.as_subclass(torch.Tensor))
             target = torch.from_numpy(memory[start : start + size_bytes])
             targets.append(target.view(source.dtype).view(source.shape))
             sources.append(source)
@@ -282,14 +280,6 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
         *(tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
         *(tensor.is_conj(), tensor.is_neg()),
     )
-
-
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as elements that torch can copy."""
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # named in torch's "Extending PyTorch"
-        plain = tensor.as_subclass(torch.Tensor)
-        is_lazy = plain.is_conj() or plain.is_neg() or plain.element_size() not in _INTEGER_OF_SIZE
-        return plain if is_lazy else plain.view(_INTEGER_OF_SIZE[plain.element_size()])
 
 
 def _fork_streams(devices: set[torch.device]) -> dict[torch.device, Any]:

@@ -204,10 +204,7 @@ class Worker:
 
 
 def _send_heartbeats(request: HeartbeatRequest, progress: Heartbeats, end: threading.Event) -> None:
-    """Send heartbeats of this rank until `end`, while the trainer is busy in C code and sends none.
-
-    The trainer's heartbeats are not replaced: those of rank 0 relay the progress of other ranks.
-    """
+    """Send heartbeats of this rank until `end`, while its trainer sends none."""
     keys, timeout_s = heartbeat_keys(StoreClient(request.store.connect)), 2 * request.beat_s
     progress.number = request.number
     last: bytes | None = None

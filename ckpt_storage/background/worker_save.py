@@ -147,10 +147,7 @@ class WorkerSave:
             return self._resolve(gone)
 
     def _resolve(self, gone: WorkerGoneError) -> CheckpointInfo:
-        """Return what was committed by a worker that was lost in the commit.
-
-        Raises why the save failed, or `CommitUnknownError`.
-        """
+        """Return what a worker that was lost in the commit has committed, or raise the error."""
         error, failure = self._error_of(gone), self._operation.failure()
         if self._operation.deadline.phase != "commit":
             if failure is None:

@@ -232,7 +232,6 @@ def _parsed(text: str) -> object:
 
 
 def _print_error(message: str) -> None:
-    """Print one line on standard error."""
     with contextlib.suppress(OSError):
         # Names in it may come from a checkpoint.
         sys.stderr.write(f"{_NAME}: {shown(' '.join(message.split()))}\n")

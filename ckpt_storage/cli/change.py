@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -20,7 +19,6 @@ from ckpt_storage.export.convert import convert as conversion
 from ckpt_storage.export.copy import copy
 from ckpt_storage.export.removal import find_exports
 from ckpt_storage.export.thin import thin as thinning
-from ckpt_storage.format.exports import PATTERNS
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.names import DEFAULT_TEMPLATE, StepNames
@@ -53,7 +51,6 @@ from .options import (
 from .output import SOUND, UNSOUND, check_root
 
 _THINNED = ("url", "save_id", "was_thin", "dropped", "freed_bytes", "kept_bytes")
-_LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*$)")
 _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 
 
@@ -61,13 +58,6 @@ _BEST = re.compile(r"([^:]+):(min|max)(?::([1-9][0-9]{0,8}))?")
 @url_argument("src")
 @url_argument("dst")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
-@click.option(
-    "--copies",
-    type=click.Choice(["auto", "never"]),
-    default="auto",
-    show_default=True,
-    help="Whether the storage copies by itself what it can.",
-)
 @patterns_options
 @threads_option
 @memory_option
@@ -81,11 +71,11 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:
     files that are wanted whole are linked, or copied by the storage, where that is possible.
 
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
-    complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
+    complete is not sent again. Copy an export by its own URL, such as SRC/hf.
     """
     report = copy(src, dst, progress=output.shows_progress(), **options)
     output.emit("cp", report, as_json=as_json)
-    return UNSOUND if report.failed_exports else SOUND
+    return SOUND
 
 
 @click.command(short_help="Drop values of a checkpoint in place.")
@@ -185,11 +175,6 @@ def _renames(
 @url_argument()
 @url_argument("out", required=False)
 @bytes_option("--max-file-bytes", help_text="Size of a weight file.", default="5GB")
-@click.option(
-    "--filename-pattern",
-    type=click.Choice(PATTERNS),
-    help="Names of the weight files; an adapter of PEFT gets PEFT's by itself.",
-)
 @click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
 @patterns_options
 @click.option(
@@ -198,13 +183,6 @@ def _renames(
     metavar="OLD=NEW",
     callback=_renames,
     help="Name in the weight files.",
-)
-@click.option(
-    "--tied",
-    type=click.Choice(["drop", "keep"]),
-    default="drop",
-    show_default=True,
-    help="What happens to aliases of tied tensors.",
 )
 @click.option(
     "--extra-file",
@@ -391,21 +369,11 @@ def prune(  # one parameter for each option
 def _check_names(template: str, folders: list[str]) -> None:
     """Raise `InvalidInputError` if there are folders, and none is named by `template`."""
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
-        templates = Counter(filter(None, map(_template_of, folders)))
-        best, count = next(iter(templates.most_common(1)), ("", 0))
-        fits = f"--names {best!r} fits {count} of {len(folders)}. " if best else ""
-        what = f"None of the {len(folders)} folders below ROOT is named {template!r}."
-        step = f"{fits}Say by --names how the run spells its steps."
+        what = (
+            f"No folder below ROOT is named {template!r}; one of {len(folders)} is {folders[0]!r}."
+        )
+        step = "Say by --names how the run spells its steps, such as 'checkpoint-{step}'."
         raise InvalidInputError(what, next_step=step)
-
-
-def _template_of(name: str) -> str:
-    """Return how a folder's name spells its step, "" if it has no digits."""
-    number = _LAST_NUMBER.search(name)
-    if number is None:
-        return ""
-    padded = f":0{len(number[0])}d" if number[0].startswith("0") else ""
-    return f"{name[: number.start()]}{{step{padded}}}{name[number.end() :]}"
 
 
 def _best(text: str) -> KeepBest:

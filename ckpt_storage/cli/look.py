@@ -86,7 +86,6 @@ def _long(info: CheckpointInfo) -> tuple[str, ...]:
 
 
 def _groups_text(usage: StorageUsage) -> str:
-    """Return the groups with their bytes, for people."""
     pairs = usage.group_bytes.items()
     return ", ".join(f"{group or 'other'} {human_bytes(size)}" for group, size in pairs)
 
@@ -153,7 +152,6 @@ def show(
 
 
 def _usage_facts(usage: StorageUsage | None) -> dict[str, object]:
-    """Return what the files hold and take, for `show`."""
     if usage is None:
         return {"usage": None}
     return {
@@ -165,7 +163,6 @@ def _usage_facts(usage: StorageUsage | None) -> dict[str, object]:
 
 
 def _save_facts(stats: OperationStats | None) -> dict[str, object]:
-    """Return how the save went, for `show`."""
     if stats is None:
         return {}
     share = f"{stats.slowest_share:.0%} of the bytes"

@@ -117,8 +117,8 @@ def parse_slice(text: str) -> tuple[Any, ...]:
         if match is None or not part.strip():
             raise click.BadParameter(f"{text!r:.80} is no index; write '0:8,128:256' or '...,3'.")
         numbers = [None if group is None else int(group) for group in match.groups()]
-        if numbers[2] == 0:
-            raise click.BadParameter(f"{text!r} has a step of 0.")
+        if numbers[2] is not None and numbers[2] < 1:
+            raise click.BadParameter(f"{text!r} has a step that is less than 1.")
         index.append(slice(*numbers) if ":" in part else numbers[0])
     return tuple(index)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from pprint import pformat
 from typing import Any, Literal
 
@@ -16,7 +14,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
@@ -41,7 +39,8 @@ _EDGE = 3
     "--slice",
     "index",
     metavar="INDEX",
-    help="Which elements, as numpy spells it: '0:8,128:256'. Only those are read.",
+    help="Which elements, as numpy spells it, with steps above 0: '0:8,128:256'. Only those are "
+    "read.",
 )
 @click.option(
     "--form",
@@ -50,9 +49,6 @@ _EDGE = 3
     show_default=True,
     help="text for people; npy, a file of numpy; raw, the elements in C order, little-endian.",
 )
-@click.option(
-    "-o", "--output", "file", type=click.Path(dir_okay=False), help="Write to a file instead."
-)
 @reads()
 def cat(
     url: str,
@@ -60,7 +56,6 @@ def cat(
     *,
     index: str | None,
     form: Literal["text", "npy", "raw"],
-    file: str | None,
     as_json: bool,
     **options: Any,
 ) -> int:
@@ -80,7 +75,7 @@ def cat(
             value = value_of(checkpoint, fqn)
             document = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
             text = document if as_json else f"{pformat(value, width=100, compact=True)}\n"
-            _put(file, [text.encode(errors="backslashreplace")])
+            _put([text.encode(errors="backslashreplace")])
             return SOUND
         try:
             selection = select(wanted, tensor.shape)
@@ -89,11 +84,11 @@ def cat(
             step = "Give as many indices as there are dimensions, or fewer."
             raise InvalidInputError(what, next_step=step) from error
         if form == "text":
-            _print(file, tensor, selection, as_json=as_json)
+            _print(tensor, selection, as_json=as_json)
         else:
             pieces = _pieces(tensor, selection, checkpoint._handle.piece_bytes)  # noqa: SLF001  # of this package
             head = [] if form == "raw" else [_npy_head(tensor, selection)]
-            _put(file, itertools.chain(head, pieces))
+            _put(itertools.chain(head, pieces))
     return SOUND
 
 
@@ -101,40 +96,18 @@ def _no_tensor(fqn: str, next_step: str) -> InvalidInputError:
     return InvalidInputError(f"{fqn} is an object, no tensor.", next_step=next_step)
 
 
-def _put(file: str | None, parts: Iterable[bytes]) -> None:
-    """Write to standard output, or to a file that appears whole; a pipe or device is written to."""
-    if file is None:
-        sys.stdout.flush()
-        sys.stdout.buffer.writelines(parts)
-        sys.stdout.buffer.flush()
-        return
-    whole = Path(os.path.realpath(file))
-    is_stream = whole.exists() and not whole.is_file()
-    fresh = whole if is_stream else whole.with_name(f".{whole.name}.tmp-{os.getpid()}")
-    try:
-        try:
-            with fresh.open("wb") as stream:
-                stream.writelines(parts)
-            if not is_stream:
-                fresh.replace(whole)
-        except BaseException:
-            if not is_stream:
-                fresh.unlink(missing_ok=True)
-            raise
-    except CheckpointError:
-        raise
-    except OSError as error:
-        what = f"{file} cannot be written: {error.strerror or error}."
-        step = "Give a file in a folder that is there, on a disk with room for it."
-        raise InvalidInputError(what, next_step=step) from error
+def _put(parts: Iterable[bytes]) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.writelines(parts)
+    sys.stdout.buffer.flush()
 
 
-def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
+def _print(tensor: LazyTensor, selection: Indexed, *, as_json: bool) -> None:
     count, shape = math.prod(map(len, selection.ranges)), _dummy(selection).shape
     if not as_json:
         elements = _made(tensor, _edges(tensor, selection), selection)
         with np.printoptions(threshold=0 if count > _MOST_SHOWN else _MOST_SHOWN):
-            _put(file, [(str(elements) + "\n").encode()])
+            _put([(str(elements) + "\n").encode()])
         output.note(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}")
         return
     if count > _MOST_JSON_ELEMENTS:
@@ -142,7 +115,7 @@ def _print(file: str | None, tensor: LazyTensor, selection: Indexed, *, as_json:
         raise InvalidInputError(what, next_step="Narrow it with --slice, or use --form npy.")
     values = _pairs(_made(tensor, tensor.words(selection.ranges), selection).tolist())
     text = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
-    _put(file, [text.encode(errors="backslashreplace")])
+    _put([text.encode(errors="backslashreplace")])
 
 
 def _pairs(values: Any) -> Any:
@@ -185,27 +158,12 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
 def _pieces(tensor: LazyTensor, selection: Indexed, most_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of elements in C order, a piece of at most `most_bytes` at a time."""
     sizes = tuple(map(len, selection.ranges))
-    turned = _turned(selection)
     for part in slabs(sizes, max(1, most_bytes // tensor.itemsize)):
-        # A dimension that runs backwards is read from its end on, and each piece is turned round.
         ranges = tuple(
-            whole[len(whole) - some.stop : len(whole) - some.start]
-            if is_turned
-            else whole[some.start : some.stop]
-            for whole, some, is_turned in zip(selection.ranges, part, turned, strict=True)
+            whole[some.start : some.stop]
+            for whole, some in zip(selection.ranges, part, strict=True)
         )
-        view = tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)
-        yield tensor.words(ranges)[view].tobytes()
-
-
-def _turned(selection: Indexed) -> list[bool]:
-    """Return for each dimension whether its elements are asked for from the last to the first."""
-    entries = [entry for entry in selection.final if entry is not None]
-    count = len(selection.ranges)
-    at = entries.index(Ellipsis) if Ellipsis in entries else len(entries)
-    rest = [False] * (count - len(entries) + (at < len(entries)))
-    turned = [isinstance(entry, slice) and entry.step == -1 for entry in entries]
-    return [*turned[:at], *rest, *turned[at + 1 :]]
+        yield tensor.words(ranges).tobytes()
 
 
 def _npy_head(tensor: LazyTensor, selection: Indexed) -> bytes:

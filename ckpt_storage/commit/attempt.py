@@ -119,7 +119,6 @@ _WARNED: set[Hashable] = set()
 
 
 def _warn_once(key: Hashable, message: str, *arguments: str) -> None:
-    """Log a warning once in this process for each key."""
     if key not in _WARNED:
         _WARNED.add(key)
         log.warning(message, *arguments)

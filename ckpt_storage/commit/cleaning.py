@@ -1,10 +1,14 @@
-"""Freeing of superseded commits and of leftovers of dead attempts (I7). Only one rank calls it."""
+"""Freeing of superseded commits and of leftovers of dead attempts (I7). Only one rank calls it.
+
+A fence is a slot after which the attempts that it names can no longer commit.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.format import names
@@ -19,7 +23,7 @@ from .attempt_files import (
     marker_of,
     sweep_temporary_files,
 )
-from .fencing import commits_since, fence_and_free
+from .deletion import log_to_extend
 from .process import has_ended
 from .publishing import publish_head, read_footer
 
@@ -102,3 +106,53 @@ def free_dead(store: Store, *, besides: str) -> list[str]:
     dead = [save_id for save_id in others if has_ended(marker_of(store, save_id).get("process"))]
     committed = commits_since(store, slotlog.read_log(store), dead) if dead else {}
     return fence_and_free(store, sorted({*dead} - {*committed}))
+
+
+def fence(store: Store, save_ids: Sequence[str]) -> slotlog.CommitLog:
+    """Create a fence in the next slot, after which none of `save_ids` can commit.
+
+    Returns the log that ends with the fence. Its history may have a commit of one of `save_ids`,
+    which the caller must not delete.
+    """
+    while True:
+        commit_log = log_to_extend(store)
+        slot, head = commit_log.last_slot + 1, commit_log.head.head if commit_log.head else None
+        record, is_ours = slotlog.take_slot(store, "fence", slot, head, fenced=tuple(save_ids))
+        if is_ours:
+            return replace(commit_log, last_slot=record.slot, last=record)
+        store.deadline.check(f"Fencing {', '.join(save_ids)}")
+
+
+def fence_and_free(store: Store, dead: Sequence[str]) -> list[str]:
+    """Fence attempts, and delete those that had not committed before the fence."""
+    commits = commits_since(store, fence(store, dead), dead) if dead else {}
+    freed = [save_id for save_id in dead if save_id not in commits]
+    for save_id in freed:
+        log.info("%s: freeing save attempt %s, which never committed", store.url, save_id)
+        delete_attempt(store, save_id)
+    return freed
+
+
+def commits_since(
+    store: Store, commit_log: slotlog.CommitLog, attempts: Iterable[str]
+) -> dict[str, SlotRecord]:
+    """Return commits by save id, newest first, down to the lowest slot that `attempts` may have.
+
+    An attempt commits above `last_slot` of its marker.
+    """
+    lowest = commit_log.last_slot
+    for save_id in attempts:
+        slot = marker_of(store, save_id).get("last_slot")
+        lowest = min(lowest, slot if isinstance(slot, int) and slot >= 0 else 0)
+    records: Iterable[SlotRecord | None] = slotlog.history(store, commit_log.head)
+    if commit_log.head is None:
+        records = (
+            slotlog.read_slot(store, slot) for slot in range(commit_log.last_slot, lowest, -1)
+        )
+    commits: dict[str, SlotRecord] = {}
+    for record in records:
+        if record is not None and record.slot <= lowest:
+            break
+        if record is not None and record.save_id is not None:
+            commits[record.save_id] = record
+    return commits

@@ -174,7 +174,6 @@ class ReportTable:
         self._ends = np.cumsum(np.bincount(tensor, minlength=len(self._fqns))).tolist()
 
     def _decoded(self, report: RankReport) -> tuple[Words, Words, list[str]]:
-        """Return the numbers of the tensors that a rank wrote, their boxes, and its blobs."""
         fqns, (name, code, box) = unpacked(report.pattern)
         is_blob = code < 0
         blobs = [fqns[at] for at in name[is_blob].tolist()]

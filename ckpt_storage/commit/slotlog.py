@@ -61,7 +61,6 @@ class _SlotReader:
         self._contents: dict[int, bytes | StorageError | None] = {}
 
     def prefetch(self, *slots: int) -> None:
-        """Read slots concurrently."""
         calls = [partial(_slot_bytes, self._store, slot) for slot in slots]
         self._contents.update(zip(slots, side_by_side(self._store, calls), strict=True))
 
@@ -160,7 +159,6 @@ def listed_slots(store: Store) -> list[int]:
 
 
 def _lowest_slot(store: Store) -> int:
-    """Return the lowest slot in a listing, 0 without slots."""
     try:
         return next(iter(listed_slots(store)), 0)
     except StorageError as error:

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .identity import Identity, find_disagreement
+from .identity import find_disagreement
 from .keyvalue import COORDINATOR, LostStoreError
 from .operation_rounds import OperationRounds
 from .phases import Late
@@ -138,14 +138,14 @@ class Coordinator:
         """
         rounds, lane = self._rounds, self._rounds.lane
         identities = {lane.global_ranks[rank]: arrivals[rank].identity for rank in sorted(arrivals)}
-        lane.identities[lane.number] = identities
         abandonment = find_disagreement(
             identities,
             {lane.global_ranks[rank]: arrivals[rank].terms for rank in sorted(arrivals)},
-            read_earlier=self._read_earlier,
+            earlier=lane.earlier,
             phase="load" if identities[rounds.global_rank].kind == "the load" else "plan",
             is_complete=is_complete,
         )
+        lane.earlier.append(identities)
         if abandonment is None:
             return
         failed = Failed(
@@ -158,24 +158,3 @@ class Coordinator:
         assert isinstance(verdict, Failed)  # noqa: S101  # only this rank claims
         rounds.note_failed(verdict, rounds.current())
         rounds.raise_failure()
-
-    def _read_earlier(self) -> list[Mapping[int, Identity]]:
-        """Return the identities of ranks under each of the last numbers that failed.
-
-        A payload may be large, so it is read once; a rank may have arrived after the failure.
-        """
-        lane, patience_s = self._rounds.lane, self._rounds.phases.patience_s
-        earlier = list[Mapping[int, Identity]]()
-        for number in lane.recent_failed_numbers():
-            identities = lane.identities.setdefault(number, {})
-            unknown = [
-                rank for rank in self._rounds.others if lane.global_ranks[rank] not in identities
-            ]
-            first_round = lane.first_round(lane.prefix(number))
-            arrived = first_round.arrived(unknown, patience_s)
-            arrivals: dict[int, Arrival] = first_round.payloads(arrived, patience_s)
-            identities |= {
-                lane.global_ranks[rank]: arrival.identity for rank, arrival in arrivals.items()
-            }
-            earlier.append(identities)
-        return earlier

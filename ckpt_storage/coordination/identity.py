@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, RankMismatchError
@@ -17,8 +17,8 @@ class Identity:
 
     The step finds ranks that skipped a call: with a URL that stays the same, the next call would
     otherwise look like the skipped call. `restores` counts how often this run went back to
-    an earlier step. None: not known, which agrees with any value. `is_read`: the operation only
-    reads, so a rank that comes after the deadline of a number takes the next number.
+    an earlier step. None: not known, which agrees with any value. `is_read`: ranks that gave the
+    operation up at its deadline may repeat it, so a rank that is later takes the next number.
     """
 
     kind: str
@@ -48,14 +48,14 @@ def find_disagreement(
     identities: Mapping[int, Identity],
     terms: Mapping[int, Mapping[str, str]],
     *,
-    read_earlier: Callable[[], Sequence[Mapping[int, Identity]]],
+    earlier: Iterable[Mapping[int, Identity]],
     phase: str,
     is_complete: bool,
 ) -> Abandonment | None:
     """Return why ranks that arrived under one number cannot go on together, None if they can.
 
     All mappings have global ranks as keys. `terms` are further values that ranks must share.
-    `read_earlier` returns the identities under the numbers that failed since all ranks met.
+    `earlier` are the identities that were compared since all ranks met.
     `is_complete`: all ranks have arrived.
 
     If steps differ, the number is abandoned for the lowest: its ranks fail, and those ahead try the
@@ -72,7 +72,7 @@ def find_disagreement(
     error = mismatch_error(terms, phase=phase)
     if all(a.agrees_with(b) for a, b in itertools.combinations(distinct, 2)):
         return None if error is None else Abandonment(error=error, identity=None)
-    behind = _find_behind(identities, read_earlier())
+    behind = _find_behind(identities, earlier)
     return Abandonment(error=error or _disagreement(identities, phase), identity=behind)
 
 
@@ -81,7 +81,7 @@ def _agree_on_step(a: Identity, b: Identity) -> bool:
 
 
 def _find_behind(
-    identities: Mapping[int, Identity], earlier: Sequence[Mapping[int, Identity]]
+    identities: Mapping[int, Identity], earlier: Iterable[Mapping[int, Identity]]
 ) -> Identity | None:
     """Return an identity that a rank has now, and another rank, but not this one, had earlier."""
     for before in earlier:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ _MAX_ROUNDS = 64
 """How many rounds of an earlier operation a rank tries to fail."""
 
 _MAX_EARLIER = 16
-"""How many failed numbers the coordinator reads to find which rank is behind."""
+"""How many failed numbers the coordinator remembers to find which rank is behind."""
 
 _DELETE_S = 5.0
 """How long the removal of an old key may take; the rest is removed after a later operation."""
@@ -45,8 +46,8 @@ class Lane:
 
     `rank` and `world_size` are those of the group. `number` is that of the last operation that this
     rank took part in, or abandoned. `has_met`: an operation of this session had all ranks.
-    `identities` are those known of each number since then, by global rank. `processes` are those of
-    the ranks of this host, from then on.
+    `processes` are those of the ranks of this host, from then on. `earlier` are the identities by
+    global rank that the coordinator has compared since the last operation that had all ranks.
     `find_elsewhere` describes, for an error, which of some ranks are in another lane's operation.
     """
 
@@ -61,8 +62,7 @@ class Lane:
         self.has_met = False
         self.processes: Mapping[int, RankProcess] = {}
         self.find_elsewhere: Callable[[Sequence[int], float], str] = lambda *_: ""
-        self.identities: dict[int, dict[int, Identity]] = {}
-        self._met_number = 0
+        self.earlier: deque[Mapping[int, Identity]] = deque(maxlen=_MAX_EARLIER)
         self._nonce = os.urandom(16).hex()
         self._old_session: bytes | None = None
         # Calls that ended before all ranks met in this session also count in the next session.
@@ -82,24 +82,9 @@ class Lane:
         """Return the first round of the operation of a prefix."""
         return Round(self.keys, prefix, 1, rank=self.rank)
 
-    def recent_failed_numbers(self) -> range:
-        """Return the last numbers that failed since all ranks met."""
-        return range(max(self._met_number + 1, self.number - _MAX_EARLIER), self.number)
-
     def global_ranks_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the global ranks of ranks of the group."""
         return [self.global_ranks[rank] for rank in ranks]
-
-    def begin(self, identity: Identity | None) -> None:
-        """Take the next number."""
-        self.number += 1
-        own = {} if identity is None else {self.global_ranks[self.rank]: identity}
-        self.identities[self.number] = own
-        self.identities.pop(self.number - _MAX_EARLIER - 1, None)
-
-    def pass_over(self) -> None:
-        """Note that this rank takes no part in the operation of its number."""
-        self.identities[self.number].pop(self.global_ranks[self.rank], None)
 
     # Sessions.
 
@@ -127,10 +112,7 @@ class Lane:
             wait(f"{session}/superseded")
 
     def _open(self, timeout_s: float) -> None:
-        """Make a session; release the ranks that wait in the session before.
-
-        Repeated by the next call if a request fails.
-        """
+        """Make a session; release the ranks that wait in the session before."""
         session = f"{self._nonce}-{_restart_count()}"
         token = self.keys.get_awaited("session", timeout_s)
         if token is not None and token.decode() != session:
@@ -150,8 +132,8 @@ class Lane:
         self._enter(session)
 
     def _enter(self, session: str) -> None:
-        self.session, self.number, self._met_number = session, 0, 0
-        self.identities.clear()
+        self.session, self.number = session, 0
+        self.earlier.clear()
         self._unreported = [
             _Unreported(number=number, owned=None, release=failed)
             for number, failed in enumerate(self._ended, 1)
@@ -183,8 +165,7 @@ class Lane:
                 packed = self.keys.get(self._host_key(own.host), timeout_s)
                 self.processes = pickle.loads(packed) if packed else {}  # noqa: S301  # our own ranks
         self.has_met = True
-        self._met_number = self.number
-        self.identities.clear()
+        self.earlier.clear()
         self._ended.clear()
 
     def _host_key(self, host: str) -> str:

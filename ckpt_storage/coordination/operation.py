@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.observe.outcome import Outcome
-from ckpt_storage.observe.outcome import kind_of as kind_of_outcome
+from ckpt_storage.observe.outcome import Outcome, kind_of
 from ckpt_storage.observe.report import report
 from ckpt_storage.observe.stats import OperationStats, RankTiming
 from ckpt_storage.observe.timeline import Timeline
@@ -159,28 +158,28 @@ class Operation:
         self,
         terms: Mapping[str, str],
         *,
-        identity: Identity | None = None,
         value: Any = None,  # noqa: ANN401  # of any kind
         decide: Callable[[list[Any]], Any] = lambda _: None,
     ) -> Any:  # noqa: ANN401  # what `decide` returned
         """Wait for all ranks, compare their operations, and `exchange`; the first round.
 
         `terms` are further values that ranks must share: name to value, as text. A rank that
-        finds its number abandoned for another `identity` tries the next number, if it has time
+        finds its number abandoned for another identity tries the next number, if it has time
         left. Raises `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
         rounds = self._rounds
-        identity = rounds.identity = (
-            identity or rounds.identity or Identity(kind=kind_of(self.what), url=self.what)
-        )
+        if rounds.identity is None:
+            # "the load", and the URL, of "the load from s3://..."
+            kind, url = " ".join(self.what.split()[:2]), self.what.split(" ", 3)[-1]
+            rounds.identity = Identity(kind=kind, url=url)
         self.phase("plan")
         if self.world_size == 1:
             rounds.raise_failure()
             self._has_met = True
             return ByRank.answer_for(COORDINATOR, decide([value]))
         arrival = Arrival(
-            identity=identity, terms=dict(terms), value=value, process=RankProcess.own()
+            identity=rounds.identity, terms=dict(terms), value=value, process=RankProcess.own()
         )
         try:
             while not self._has_met:
@@ -191,8 +190,8 @@ class Operation:
                     answer = self._role.convene(arrival, decide)
                     self._has_met = True
         except CheckpointError as error:
-            if rounds.passed:
-                error.add_note(f"Under the number before: {rounds.passed}")
+            if rounds.passed is not None:
+                error.add_note(f"The number before was abandoned: {rounds.passed}")
             raise
         self.lane.note_met(self._phases.patience_s)
         assert self._detector is not None  # noqa: S101  # made with the number
@@ -287,7 +286,7 @@ class Operation:
 
     def _report_end(self, error: BaseException | None) -> None:
         self.timeline.end()
-        kind = kind_of_outcome(self.what)
+        kind = kind_of(self.what)
         if kind is None:
             return
         identity, own = self._rounds.identity, self._timing or self.timing()
@@ -328,8 +327,3 @@ class Operation:
             is_interrupt = error is not None and not isinstance(error, Exception)
             if self._has_met and self.world_size > 1 and not (is_lost or is_interrupt):
                 self.lane.delete_old(self._phases.patience_s)
-
-
-def kind_of(what: str) -> str:
-    """Return the kind of an operation: "the save" of "the save to s3://..."."""
-    return " ".join(what.split()[:2])

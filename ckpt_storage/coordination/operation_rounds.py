@@ -61,7 +61,7 @@ class OperationRounds:
 
     `failure` is why all ranks raise, `loss` why this rank alone cannot continue: it has lost the
     store or the coordinator. `verdict` is the error that was reported first after all ranks had
-    met, the same on all ranks. `passed` says why the number before was of no use to this call.
+    met, the same on all ranks. `passed` is why this rank left the number before.
     `local_failure` returns why this rank's worker process is gone.
     `others` are the other ranks of the group. Of the present round: `has_claimed`, `is_commit`,
     and `release` once it was read. Safe in any thread: `fail`, `lose`, `needs`. All else is called
@@ -76,7 +76,7 @@ class OperationRounds:
         self.failure: CheckpointError | None = None
         self.loss: CheckpointError | None = None
         self.is_over = False
-        self.passed = ""
+        self.passed: CheckpointError | None = None
         self._abandonment: CheckpointError | None = None
         self.local_failure: Callable[[], CheckpointError | None] = lambda: None
         self.others = [rank for rank in range(lane.world_size) if rank != lane.rank]
@@ -180,7 +180,6 @@ class OperationRounds:
         abandoned, own_identity = failed.identity if ended.number == 1 else None, self.identity
         if abandoned and own_identity and not abandoned.agrees_with(own_identity):
             self._abandonment = error
-            self.passed = f"The number was abandoned for another call: {failed.error}"
             raise NumberAbandonedError
         with self.changed:
             if ended.number > 1:
@@ -225,15 +224,15 @@ class OperationRounds:
         abandonment, self._abandonment = self._abandonment, None
         if abandonment is not None and self.phases.deadline.remaining_s() <= 0:
             # The report of this error takes the next number.
-            self.passed = ""
             raise abandonment
+        self.passed = abandonment or self.passed
         if self._listener is None:
             name = f"ckpt-storage listen: {self.phases.what}"
             self._listener = KeyListener(self._on_key, lane.keys, name=name)
         lane.join(self._await_key, self.phases.patience_s)
         lane.report_earlier(self.phases.patience_s)
         with self.changed:
-            lane.begin(self.identity)
+            lane.number += 1
             self._enter_round(lane.first_round(lane.prefix()))
         if lane.is_superseded(self.phases.patience_s):
             # Also after the requests above: rank 0 may have made a session meanwhile.
@@ -245,8 +244,7 @@ class OperationRounds:
                 and release.identity == self.identity
                 and isinstance(release.error, PhaseTimeoutError)
             ):
-                lane.pass_over()
-                self.passed = f"This rank came late to the same call: {release.error}"
+                self._abandonment = release.error
                 raise NumberAbandonedError
 
     def _await_key(self, key: str) -> None:

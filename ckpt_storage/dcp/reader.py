@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.operation import kind_of
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.loads.session import LoadSession, LoadSettings
@@ -235,9 +233,7 @@ class CheckpointStorageReader(StorageReader):
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
         with RankGroup.of(None, lane="load").operation(what, timeouts=timeouts) as operation:
-            # Not a read that may come late: the ranks have met, and do not repeat it alone.
-            identity = Identity(kind=kind_of(what), url=session.url)
-            operation.meet(session.terms(), identity=identity)
+            operation.meet(session.terms())
             with closing(Peers(operation)) as peers:
                 links = partial(joined, operation, peers, order)
                 session.read(plan, planner, links, begin=operation.phase)

@@ -74,7 +74,6 @@ class _RankResult:
     report: RankReport
     timing: RankTiming
     sample: ReplicaSample | None
-    digest: bytes
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -331,8 +330,7 @@ class CheckpointStorageWriter(StorageWriter):
                 timing=RankTiming(
                     rank=session.rank, phase_s=state.timeline.phase_s(), done_bytes=size_bytes
                 ),
-                sample=sample.details() if sample else None,
-                digest=sample.digest if sample else b"",
+                sample=sample,
             ),
         )
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -350,8 +348,7 @@ class CheckpointStorageWriter(StorageWriter):
         session = self._session()
         by_rank = [_rank_result(of_rank) for of_rank in results]
         samples = [result.sample for result in by_rank if result and result.sample]
-        digests = {result.digest for result in by_rank if result}
-        if len(samples) == len(by_rank) and len(digests) > 1:
+        if samples and len(samples) == len(by_rank):
             session.settle_written(find_differences(samples))
         timeline, timings = self._state.timeline, [each.timing for each in by_rank if each]
         stats = OperationStats.of(timings, timeline.phase_s()) if timings else None

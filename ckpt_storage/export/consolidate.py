@@ -17,7 +17,7 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
-from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES
+from ckpt_storage.format.names import COMMITS, SAVES
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
@@ -54,21 +54,16 @@ class ConsolidatedFile:
     crc32c: int
     ranks: tuple[int, ...]
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether an earlier run had completed it."""
-        return not self.ranks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidationReport:
     """An export that is complete and published; the same on all ranks.
 
-    source_url, output_url: without credentials; `index_path` is below `output_url`.
+    source_url, output_url: without credentials.
     source_format, save_id: of the checkpoint; `save_id` is None if the format has no save ids.
     files: in order of their numbers. `total_bytes` is of all files, headers included.
-    read_bytes, sent_bytes: received and sent by all ranks in this run. copied_bytes: copied by the
-        storage itself. rank_bytes: sent and copied by each rank.
+    read_bytes, sent_bytes: received and sent by all ranks in this run. rank_bytes: what each rank
+        sent.
     dropped_prefixes: removed from names by default: keys of containers, prefixes of wrappers.
     skipped: values that are in no weight file. ties: alias to target, FQNs, of dropped aliases.
     extra_files: names of files that were written beside the weights.
@@ -80,14 +75,12 @@ class ConsolidationReport:
     output_url: str
     source_format: SourceFormat
     save_id: str | None
-    index_path: str
     fingerprint: str
     files: Sequence[ConsolidatedFile]
     tensor_count: int
     total_bytes: int
     read_bytes: int
     sent_bytes: int
-    copied_bytes: int
     rank_bytes: Sequence[int]
     dropped_prefixes: Sequence[str]
     skipped: Sequence[SkippedValue]
@@ -100,7 +93,7 @@ class ConsolidationReport:
     @property
     def resumed(self) -> tuple[str, ...]:
         """Names of the weight files that an earlier run had completed."""
-        return tuple(file.name for file in self.files if file.is_resumed)
+        return tuple(file.name for file in self.files if not file.ranks)
 
 
 def consolidate(  # the public surface, all keyword-only
@@ -294,13 +287,13 @@ class _Consolidation(ExportFolder[ConsolidationReport]):
             output_url=spec.target.url,
             source_format=self.source.format,
             save_id=self.save_id,
-            index_path=INDEX_NAME,
             fingerprint=plan.identity,
             files=tuple(files),
             tensor_count=sum(len(file.elements) for file in plan.files),
             total_bytes=sum(file.size_bytes for file in files),
-            **made.moved,
-            rank_bytes=tuple(r.moved["sent_bytes"] + r.moved["copied_bytes"] for r in made.results),
+            read_bytes=made.moved["read_bytes"],
+            sent_bytes=made.moved["sent_bytes"],
+            rank_bytes=tuple(result.moved["sent_bytes"] for result in made.results),
             dropped_prefixes=dropped_prefixes(
                 (tensor.fqn, tensor.name) for file in plan.files for tensor in file.elements
             ),

@@ -19,7 +19,7 @@ from .layout import Files, Shards
 from .options import Selection, digest
 from .output import Export, ExportSpec, SourceVersion, WriteSummary, place_within
 from .plan import Fixed, Segment, Stored, elements_of
-from .select import FILES_PREFIX, Selected, select
+from .select import Selected, select
 
 TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
 """ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
@@ -155,13 +155,13 @@ class Conversion(Export[ConvertReport]):
     def _unpack(self) -> None:
         """Read the files of torch_checkpointing that a checkpoint of ours holds."""
         source, is_of_files = self.source, not self.source.blobs
-        is_of_files &= all(fqn.startswith(FILES_PREFIX) for fqn in source.tensors)
+        is_of_files &= all(fqn.startswith(names.FILES_PREFIX) for fqn in source.tensors)
         if source.save_id is None or not is_of_files:
             return
         from .rankfiles import is_rank_layout, open_rank_files  # noqa: PLC0415  # imports torch
         from .stored_files import open_stored_files  # noqa: PLC0415  # as above
 
-        if is_rank_layout([fqn.removeprefix(FILES_PREFIX) for fqn in source.tensors]):
+        if is_rank_layout([fqn.removeprefix(names.FILES_PREFIX) for fqn in source.tensors]):
             self.context.read_from(open_stored_files(self.spec, source))
             self.source = open_rank_files(
                 self.context.source, unsafe_pickle=self.spec.unsafe_pickle

@@ -161,7 +161,6 @@ def convert(  # the public surface, all keyword-only
 
 
 def _conversion(context: ExportContext, version: SourceVersion | None) -> Conversion:
-    """Return the export that writes the wanted format."""
     assert isinstance(context.spec, ConvertSpec)  # noqa: S101  # as `convert` made it
     if context.spec.to == "torch_save":
         from .torchsave import TorchFile  # noqa: PLC0415  # imports torch

@@ -20,7 +20,7 @@ from ckpt_storage.store import Location, redacted_url
 
 from .copy_base import Copy, CopyReport, CopySource, CopySpec
 from .copy_committed import CopyOfCommitted
-from .copy_foreign import copy_of_foreign, open_foreign
+from .copy_foreign import CopyOfFolder, open_foreign
 from .copy_part import CopyOfPart, committed_version
 from .options import Selection, is_within, location_beside
 from .output import Copies, ExportContext, ExportSpec, SourceVersion, place_within
@@ -53,8 +53,8 @@ def copy(  # the public surface, all keyword-only
     Every block is checked against the checkpoint's checksums, and nothing damaged is committed.
     `dst` shows the copy all at once, at the end, or not at all. Calling again after a failure or a
     kill sends only what is missing. Of two calls at the same time, the later call ends the earlier.
-    Only the newest save is copied, and those exports directly below it that are of that save;
-    damaged exports do not undo the copy, see `CopyReport.failed_exports`.
+    Only the newest save is copied. What else is in the folder stays behind, and is named in
+    `CopyReport.left_out`; an export is copied by its own URL.
 
     With `include` or `exclude` the copy is a checkpoint of a part, with a save id of its own. Shard
     files of which everything is wanted the storage copies by itself, in buckets, or they are linked
@@ -83,7 +83,7 @@ def copy(  # the public surface, all keyword-only
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
         process_group: the ranks that share the work, all of which call; default: this process
-            alone. Exports beside the checkpoint its first rank copies.
+            alone.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is the time without progress, not that of the whole.
         retry: how failed storage requests are repeated.
@@ -132,7 +132,7 @@ def _make_copy(context: ExportContext, version: SourceVersion | None) -> Copy:
         return _find(context)
     assert isinstance(version, CopySource)  # noqa: S101  # as `_find` makes it
     if version.record is None:
-        return copy_of_foreign(context, version)
+        return CopyOfFolder(context, version)
     return (CopyOfPart if version.is_part else CopyOfCommitted)(context, version)
 
 

@@ -26,9 +26,8 @@ class CopyReport:
     sent_bytes: sent by this process. copied_bytes: copied by the storage itself, or linked on a
     file system, where they take no space.
     kept_count, kept_bytes: sound files of an earlier, unfinished copy.
-    exports: folders of exports that were copied. left_out: other entries of the source's folder.
-    failed_exports: exports among these that could not be copied, with the error, damage mostly; the
-    copy of the checkpoint itself is whole.
+    left_out: entries of the source's folder that are not of the checkpoint, such as exports; "." if
+    they cannot be listed. Empty for formats of others, of which all files are copied.
     """
 
     source_url: str
@@ -44,9 +43,7 @@ class CopyReport:
     copied_bytes: int
     kept_count: int
     kept_bytes: int
-    exports: Sequence[str] = ()
     left_out: Sequence[str] = ()
-    failed_exports: Mapping[str, str] = field(default_factory=dict)
     seconds: float
 
 

@@ -22,16 +22,18 @@ from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, FileRef, seal, unseal
 from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
+from ckpt_storage.source.file_versions import listed
 from ckpt_storage.source.model import CommittedSource, read_document
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer import objects
 
 from .copy_base import Copy, CopyReport, whole_file
-from .copy_exports import copy_exports
 from .output import ExportContext, ResumeState, WriteSummary
 from .plan import OutFile
 
 log = logging.getLogger("ckpt_storage")
+
+_CHECKPOINT_ENTRIES = frozenset({f"{names.COMMITS}/", f"{names.SAVES}/", names.STOCK_METADATA})
 
 
 class CopyOfCommitted(Copy):
@@ -151,7 +153,6 @@ class CopyOfCommitted(Copy):
         return read_document(self.context.source, reference, save_id=save_id, max_bytes=max_bytes)
 
     def _put(self, reference: FileRef, data: bytes) -> FileRef:
-        """Write a document under the copy's id."""
         path = self._renamed(reference.path)
         self.context.target.put(path, data)
         return FileRef.of(path, data)
@@ -163,11 +164,19 @@ class CopyOfCommitted(Copy):
         return path.replace(self.source.manifest.save_id, self.save_id)
 
     def report(self, made: WriteSummary, seconds: float) -> CopyReport:
-        """Copy the exports of this save, too; raises nothing: the copy is committed by now."""
+        """Return the report; raises nothing: the copy is committed by now."""
         slot = self.record.slot if self.record else None
-        report = replace(super().report(made, seconds), slot=slot)
-        save_id = self.save_id if self.save_id == self.source.save_id else None
-        return copy_exports(self.context, self.spec, save_id, report)
+        try:
+            paths = [entry.path for entry in listed(self.context.source)]
+            others = [
+                path
+                for path in paths
+                if path not in _CHECKPOINT_ENTRIES and not path.startswith(names.PROBE_PREFIX)
+            ]
+        except errors.CheckpointError as error:
+            log.warning("what lies beside the checkpoint cannot be listed: %s", error)
+            others = ["."]
+        return replace(super().report(made, seconds), slot=slot, left_out=tuple(others))
 
     @property
     def total_bytes(self) -> int:

@@ -22,7 +22,7 @@ from ckpt_storage.transfer.objects import read_twice
 
 from .copy_base import Copy, CopyReport, CopySource, whole_file
 from .folder import PlainFolder
-from .output import ExportContext, ResumeState, SourceVersion
+from .output import ExportContext, SourceVersion
 from .plan import OutFile
 
 _NAME_BYTES = 255
@@ -36,16 +36,10 @@ _PROTECTED = frozenset(
 _FOLDED = {name.casefold(): name for name in _PROTECTED}
 
 
-def copy_of_foreign(context: ExportContext, version: CopySource) -> CopyOfFiles:
-    """Return the copy of one rank; of an export that the target has, only the files beside it."""
-    return (CopyOfFiles if version.was_there else CopyOfFolder)(context, version)
-
-
-def open_foreign(context: ExportContext, source: Source, save_id: str | None = None) -> CopyOfFiles:
+def open_foreign(context: ExportContext, source: Source) -> CopyOfFolder:
     """List what is copied, and return the coordinator's copy; no file of the source may be missing.
 
-    With `save_id` the folder is an export of that save, and is copied with its checkpoint: a target
-    that has the export already keeps it. Else such a target is a checkpoint that is in the way.
+    An export of ours is copied with the checksums in its record.
     """
     spec = context.spec
     listing = context.source.list("", unsafe_names="refuse")
@@ -55,41 +49,34 @@ def open_foreign(context: ExportContext, source: Source, save_id: str | None = N
     if spec.target.is_local:
         _check_names(entries, spec.target.url)
     _check_whole(source, {path: info.size_bytes for path, info in entries.items()})
-    crcs, was_there = dict[str, int](), False
+    crcs = dict[str, int]()
     documents = [path for path in entries if path.startswith(f"{exports.DOCUMENTS}/")]
-    if save_id is not None or any(map(exports.is_of_export, documents)):
-        record, index = _read_export(context.source, save_id)
-        crcs = _checksums(context.source, record, documents)
-        was_there = save_id is not None and _has_export(context.target, index)
-    last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
-    if was_there:
-        # The export stays as it is. The files beside it have no checksums, so all are copied.
-        entries = {path: info for path, info in entries.items() if path not in crcs}
+    if any(map(exports.is_of_export, documents)):
+        crcs = _checksums(context.source, _read_export(context.source), documents)
     files = {
         path: (info.size_bytes, info.modified_s, crcs.get(path)) for path, info in entries.items()
     }
-    last = last if last in files else ""
-    version = CopySource(format=source.format, files=files, was_there=was_there, last=last)
-    foreign_copy = copy_of_foreign(context, version)
+    last = names.STOCK_METADATA if source.format == "dcp" else names.INDEX_NAME
+    version = CopySource(format=source.format, files=files, last=last if last in files else "")
+    foreign_copy = CopyOfFolder(context, version)
     foreign_copy.source.versions = source.versions
     return foreign_copy
 
 
-def _read_export(store: Store, save_id: str | None) -> tuple[exports.ExportRecord, bytes]:
-    """Return the record of the export in a folder, and its index, which is as it was written.
+def _read_export(store: Store) -> exports.ExportRecord:
+    """Return the record of the export in a folder, whose index is as it was written.
 
-    Raises `IntegrityError` unless the index names a record, which names the index, of that save.
+    Raises `IntegrityError` unless the index names a record, which names the index.
     """
     path = names.INDEX_NAME
 
-    def read() -> tuple[exports.ExportRecord, bytes]:
+    def read() -> exports.ExportRecord:
         content = objects.read_or_none(store, path)
         if content is None:
             raise _not_whole(path, "is missing")
         tag = exports.IndexTag.of(content.data)
-        if tag is None or save_id not in {None, tag.save_id}:
-            whose = "of this package" if save_id is None else f"of save {save_id}"
-            what = f"is damaged, or was written by another program: it names no export {whose}"
+        if tag is None:
+            what = "is damaged, or was written by another program: it names no export of ours"
             raise _not_whole(path, what)
         record_path = exports.export_path(tag.fingerprint)
         decode = partial(exports.ExportRecord.decode, path=record_path)
@@ -97,7 +84,7 @@ def _read_export(store: Store, save_id: str | None) -> tuple[exports.ExportRecor
         if record is None:
             raise _not_whole(record_path, "is missing: it is the record of the export")
         objects.check_document(content.data, record.index)
-        return record, content.data
+        return record
 
     return read_twice(store, path, read)
 
@@ -118,22 +105,14 @@ def _checksums(
     return crcs
 
 
-def _has_export(store: Store, index: bytes) -> bool:
-    """Return whether the target has the export with this index, complete."""
-    target_index = objects.read_or_none(store, names.INDEX_NAME)
-    was_put = target_index is not None and target_index.data == index
-    # The guard is still there if an earlier copy stopped just before its end.
-    return was_put and not objects.is_there(store, exports.GUARD_NAME)
-
-
 def _sound_document(path: str, data: bytes) -> bytes:
     """Return the bytes of a document with a checksum of its own. Raises `IntegrityError`."""
     unseal(data, path=path)
     return data
 
 
-class CopyOfFiles(Copy):
-    """A copy of the files that people put beside an export whose copy is complete."""
+class CopyOfFolder(PlainFolder[CopyReport], Copy):
+    """A copy of a checkpoint of another writer, or of an export of ours."""
 
     def open(self, version: SourceVersion) -> None:
         """Open the folder for reading by path."""
@@ -148,16 +127,6 @@ class CopyOfFiles(Copy):
         return [
             whole_file(p, p, size, crc) for p, (size, _, crc) in files if p != self.version.last
         ]
-
-    def claim(self) -> ResumeState:
-        """Make the folders of the files; nothing is resumed."""
-        folders = {file.name.rpartition("/")[0] for file in self.plan.files} - {""}
-        self.context.target.make_folders(sorted(folders))
-        return ResumeState()
-
-
-class CopyOfFolder(PlainFolder[CopyReport], CopyOfFiles):
-    """A copy of a checkpoint of another writer, or of an export of ours."""
 
     @property
     def last(self) -> str:

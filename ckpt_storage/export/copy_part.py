@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from ckpt_storage.commit import deletion, fencing, publishing
+from ckpt_storage.commit import cleaning, deletion, publishing
 from ckpt_storage.commit.attempt import SaveTicket, find_conflict
 from ckpt_storage.commit.report import RankReport
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import CommitConflictError, IntegrityError, StorageError
 from ckpt_storage.format import names
-from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.rank_manifest import RankManifest, ShardFile, Vocabulary
@@ -88,7 +87,7 @@ def _part_id(context: ExportContext, save_id: str, chosen: Selected, target_log:
     is_committed = head is not None and head.save_id == part
     if is_committed or not objects.is_there(store, names.manifest_path(part)):
         return part
-    if not fencing.fence_and_free(store, [part]):
+    if not cleaning.fence_and_free(store, [part]):
         raise CommitConflictError(
             f"Another process has committed the same part, {part}, to {store.url}.",
             winner={"save_id": part},
@@ -123,10 +122,6 @@ class CopyOfPart(CopyOfCommitted):
         assert chosen is not None  # noqa: S101  # else it is no copy of a part
         return chosen
 
-    @cached_property
-    def _chosen_names(self) -> frozenset[str]:
-        return frozenset([*self.chosen.tensors, *self.chosen.blobs])
-
     def lay_out(self) -> list[OutFile]:
         """Return the shard files, in order of rank; the rank manifests of the source are read."""
         self._shards: list[_Shard] = []
@@ -137,6 +132,8 @@ class CopyOfPart(CopyOfCommitted):
         ranks = range(source.manifest.world_size)
         reads = [partial(source.rank_manifest, rank) for rank in ranks]
         documents = self.context.run_parallel("read rank manifests", reads)
+        chosen_names = {*self.chosen.tensors, *self.chosen.blobs}
+        blobs = source.manifest.blobs
         groups = iter(source.manifest.groups or [""] * len(source.manifest.files))
         files: list[OutFile] = []
         for document in documents:
@@ -144,7 +141,13 @@ class CopyOfPart(CopyOfCommitted):
             count = 0
             for old in document.files:
                 group = next(groups)
-                wanted = self._wanted(document, old)
+                fqns = map(document.fqns.__getitem__, old.fqn)
+                # Of an object that several ranks hold, only the owner's copy can be read by name.
+                wanted = [
+                    item
+                    for item, fqn in enumerate(fqns)
+                    if fqn in chosen_names and blobs.get(fqn, document.rank) == document.rank
+                ]
                 if not wanted:
                     continue
                 name = names.shard_path(self.save_id, document.rank, count)
@@ -160,34 +163,6 @@ class CopyOfPart(CopyOfCommitted):
                 files.append(made)
                 self._shards.append(_Shard(rank=document.rank, group=group, table=table))
         return files
-
-    def _wanted(self, document: RankManifest, file: ShardFile) -> list[int]:
-        """Return the chosen items of a file: all of them, or each value once."""
-        chosen = self._chosen_names
-        kept = [item for item, number in enumerate(file.fqn) if document.fqns[number] in chosen]
-        if len(kept) == len(file.fqn):
-            return kept
-        seen: set[tuple[str, Box | None]] = set()
-        held: list[int] = []
-        for item in kept:
-            fqn, box = document.fqns[file.fqn[item]], document.box_of(file, item)
-            if (fqn, box) not in seen and self._is_owner(document.rank, fqn, box):
-                seen.add((fqn, box))
-                held.append(item)
-        return held
-
-    def _is_owner(self, rank: int, fqn: str, box: Box | None) -> bool:
-        """Return whether the manifest names this rank as the owner of an item."""
-        if box is None:
-            return self.source.manifest.blobs[fqn] == rank
-        tensor = self.source.manifest.tensors[fqn]
-        if box.is_empty:
-            return 0 in tensor.shape
-        boxes, owners = tensor.boxes, tensor.owners
-        if isinstance(boxes, Grid):
-            cell = boxes.cell_at(box.offsets)
-            return cell is not None and boxes[cell] == box and owners[cell] == rank
-        return (box, rank) in zip(boxes, owners, strict=True)
 
     def _value(self, document: RankManifest, file: ShardFile, item: int) -> tuple[str, Segment]:
         fqn, box = document.fqns[file.fqn[item]], document.box_of(file, item)

@@ -9,7 +9,7 @@ from functools import partial
 
 from ckpt_storage.errors import InvalidInputError, UnsafeContentError
 from ckpt_storage.format.exports import DOCUMENTS, LIBRARY_INDEXES
-from ckpt_storage.format.names import PROBE_PREFIX, checked_path, path_flaw
+from ckpt_storage.format.names import FILES_PREFIX, PROBE_PREFIX, checked_path, path_flaw
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.transfer.ranges import RangeReader
@@ -18,7 +18,6 @@ from .options import ExtraFiles, split_file
 from .output import ExportContext
 from .plan import elements_of
 from .reads import values_reader
-from .select import FILES_PREFIX
 
 
 def read_extra_files(

@@ -22,7 +22,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.exports import ADAPTER_PATTERN, MODEL_PATTERN
 from ckpt_storage.format.manifest import PlannerData, TensorRecord, int_keys_of
-from ckpt_storage.format.names import shard_name
+from ckpt_storage.format.names import FILES_PREFIX, shard_name
 from ckpt_storage.format.rank_manifest import COLUMNS, RankManifest, ShardFile, Vocabulary
 from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
@@ -33,7 +33,7 @@ from .extras import named_files
 from .options import ConsolidateOptions
 from .output import Span, WriteSummary
 from .plan import Elements, Fixed, OutFile, Segment, boxes_of, elements_of
-from .select import FILES_PREFIX, Selected, SkippedValue, choose_model
+from .select import Selected, SkippedValue, choose_model
 from .write import joined
 
 if TYPE_CHECKING:

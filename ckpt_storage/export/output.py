@@ -73,7 +73,7 @@ class ExportSpec:
     retry: RetryPolicy | None = None
     page_cache: PageCache = "keep"
     memory_limit_bytes: int | None = None
-    copies: Copies = "auto"
+    copies: Copies = "never"
     thread_count: int | None = None
     overwrite: bool = False
     progress: Progress = None

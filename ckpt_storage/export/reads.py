@@ -222,8 +222,6 @@ class SegmentReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CastRead(ArrayRead):
-    """A read of elements that are cast."""
-
     segment: Elements | Stored
 
     @property

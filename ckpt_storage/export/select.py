@@ -16,16 +16,13 @@ from typing import Literal
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import TensorRecord
-from ckpt_storage.format.names import parse_per_rank_key
+from ckpt_storage.format.names import FILES_PREFIX, parse_per_rank_key
 from ckpt_storage.inspect.views import natural
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.renaming import new_names
 
 from .options import CASTABLE, ConsolidateOptions, Selection, matching
 from .plan import Elements, elements_of
-
-FILES_PREFIX = "files."
-"""What the names of entries begin with whose bytes are a file: `files.config.json`."""
 
 Reason = Literal[
     "blob",
@@ -37,6 +34,8 @@ Reason = Literal[
     "tied",
     "file",
 ]
+"""Why a value is in no weight file: it is an object, other state than the model's, a rank's own
+(`PerRank`), not selected, an alias of a tied tensor, or a file beside the weights."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -70,13 +69,11 @@ _SHOWN_COUNT = 5
 class SkippedValue:
     """A value of the checkpoint that is in no weight file.
 
-    `because` is the reason as a sentence; for "tied" `target` is the FQN that is exported instead.
-    `size_bytes` is None for a blob.
+    For "tied" `target` is the FQN that is exported instead. `size_bytes` is None for a blob.
     """
 
     fqn: str
     reason: Reason
-    because: str
     size_bytes: int | None = None
     target: str | None = None
 
@@ -165,21 +162,21 @@ def choose_model(
     tensors, values = source.tensors, source.tensors.keys() | source.blobs
     files = {fqn for fqn, tensor in tensors.items() if is_file_entry(fqn, tensor)}
     paths = {fqn: _path_of(fqn, source.planner_data) for fqn in tensors.keys() - files}
-    reasons: _Reasons = dict.fromkeys(source.blobs, ("blob", "it is no tensor"))
+    reasons: dict[str, Reason] = dict.fromkeys(source.blobs, "blob")
     if options.include is None:
         per_rank = {
             fqn for fqn, path in paths.items() if any(map(parse_per_rank_key, map(str, path)))
         }
-        reasons |= dict.fromkeys(per_rank, ("per rank", "it is a rank's own (PerRank)"))
+        reasons |= dict.fromkeys(per_rank, "per rank")
         reasons |= _outside({fqn: path for fqn, path in paths.items() if fqn not in per_rank})
     else:
         others = paths.keys() - matching(options.include, values, "include")
-        reasons |= dict.fromkeys(others, ("excluded", "`include` does not name it"))
+        reasons |= dict.fromkeys(others, "excluded")
     if options.exclude is not None:
         for fqn in matching(options.exclude, values, "exclude"):
-            reasons.setdefault(fqn, ("excluded", "`exclude` names it"))
+            reasons.setdefault(fqn, "excluded")
     for fqn in files:
-        reasons.setdefault(fqn, ("file", "it is a file beside the weights"))
+        reasons.setdefault(fqn, "file")
     exported = sorted(tensors.keys() - reasons.keys())
     if not exported:
         what = f"No tensor is left to export; {len(reasons)} values are left out."
@@ -201,16 +198,15 @@ def choose_model(
         wanted = options.tied if isinstance(options.tied, Mapping) else {}
         roots = _all_ties(tensors, getattr(source, "ties", {}), wanted, stripped)
         tied = {alias: target for alias, target in roots.items() if {alias, target} <= names.keys()}
-        reasons |= {alias: ("tied", f"it is tied to {target}") for alias, target in tied.items()}
+        reasons |= dict.fromkeys(tied, "tied")
     skipped = tuple(
         SkippedValue(
             fqn=fqn,
             reason=reason,
-            because=because,
             size_bytes=elements_of(fqn, tensors[fqn]).size_bytes if fqn in tensors else None,
             target=tied.get(fqn),
         )
-        for fqn, (reason, because) in sorted(reasons.items())
+        for fqn, reason in sorted(reasons.items())
     )
     elements: list[Elements] = []
     casts = _casts(names, options)
@@ -298,19 +294,15 @@ def _foreign_state(key: str) -> Reason | None:
     return next((reason for reason, keys in _FOREIGN_STATE.items() if keys.fullmatch(key)), None)
 
 
-_Reasons = dict[str, tuple[Reason, str]]
-
-
-def _outside(paths: Mapping[str, KeyPath]) -> _Reasons:
+def _outside(paths: Mapping[str, KeyPath]) -> dict[str, Reason]:
     """Return the tensors outside the model, with the reason to skip each."""
-    reasons: _Reasons = {}
+    reasons: dict[str, Reason] = {}
     level, depth = sorted(paths), 0
     while True:
         # Only containers are skipped by key: a module may have a parameter named "scaler".
         direct = [fqn for fqn in level if len(paths[fqn]) == depth + 1]
         if depth == 0 and (states := list(filter(_RNG.fullmatch, direct))):
-            because = "it is the state of a random number generator"
-            reasons |= dict.fromkeys(states, ("training state", because))
+            reasons |= dict.fromkeys(states, "training state")
             direct = [fqn for fqn in direct if fqn not in reasons]
         nested: dict[str, list[str]] = {}
         for fqn in level:
@@ -319,16 +311,14 @@ def _outside(paths: Mapping[str, KeyPath]) -> _Reasons:
                 nested.setdefault(key, []).append(fqn)
         for key in list(nested):
             if reason := _foreign_state(key):
-                because = f"it lies in {key!r}, outside the model"
-                reasons |= dict.fromkeys(nested.pop(key), (reason, because))
+                reasons |= dict.fromkeys(nested.pop(key), reason)
         models = [key for key in nested if _MODEL.fullmatch(key)]
         if not models and not direct and depth == 0:
             models = list(nested)
         if len(models) != 1:
             return reasons
         inside = nested.pop(models[0])
-        because = f"it lies outside {models[0]!r}, which holds the model"
-        reasons |= dict.fromkeys(sum(nested.values(), direct), ("outside the model", because))
+        reasons |= dict.fromkeys(sum(nested.values(), direct), "outside the model")
         level, depth = inside, depth + 1
 
 

@@ -9,6 +9,7 @@ from typing import Never
 import numpy as np
 
 from ckpt_storage.errors import UnsupportedByStoreError
+from ckpt_storage.format.names import FILES_PREFIX
 from ckpt_storage.inspect.reading import Handle, read_into
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import Source, gone
@@ -16,7 +17,6 @@ from ckpt_storage.store.backend import Backend, Capabilities, Content, ObjectInf
 from ckpt_storage.store.store import Store
 
 from .output import ExportSpec
-from .select import FILES_PREFIX
 
 _ONE_ATTEMPT = RetryPolicy(attempt_count=1)
 """The store of the checkpoint retries."""
@@ -27,7 +27,6 @@ def open_stored_files(spec: ExportSpec, source: Source) -> Store:
     handle = Handle(
         spec.source,
         unsafe_pickle=False,
-        casts="checked",
         arguments={
             "thread_count": spec.thread_count,
             "memory_limit_bytes": spec.memory_limit_bytes,
@@ -49,8 +48,6 @@ def open_stored_files(spec: ExportSpec, source: Source) -> Store:
 
 
 class _StoredFiles(Backend):
-    """Files of an open checkpoint."""
-
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         is_remote = not handle.location.is_local
@@ -85,6 +82,6 @@ class _StoredFiles(Backend):
 
     def _refuse(self, *_: object, **__: object) -> Never:
         what = f"Files of {self._handle.url} can only be read."
-        raise UnsupportedByStoreError(what, kind="unsupported")
+        raise UnsupportedByStoreError(what)
 
     put = delete = begin_upload = put_part = complete_upload = abort_upload = _refuse

@@ -137,9 +137,7 @@ class FileWriter:
         if names := {at: plan.files[at].name for at, count in counts.items() if count > 1}:
             tokens: list[str] = []
             if is_first:
-                self._uploads = {
-                    at: context.target.upload(n, copies=True) for at, n in names.items()
-                }
+                self._uploads = {at: context.target.upload(n) for at, n in names.items()}
                 begin = [upload.token for upload in self._uploads.values()]
                 tokens = context.run_parallel("begin uploads", begin)
             self._tokens = self._operation.broadcast(dict(zip(names, tokens, strict=False)))
@@ -206,7 +204,7 @@ class FileWriter:
         source, crc32c = context.source.copy_source(path), None
         try:
             if source is None:
-                raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
+                raise UnsupportedByStoreError(f"{path} cannot be copied.")
             crc32c = context.target.copy_object(file.name, source, size_bytes=file.size_bytes)
         except StorageError as error:
             if error.kind in COPY_REFUSALS:
@@ -315,7 +313,6 @@ class FileWriter:
         self._end(job, whole[2])
 
     def _streamed(self, job: _RegionState, start: int, stop: int) -> None:
-        """Read and write a part."""
         region, edges, size_bytes = job.region, job.file.edges, stop - start
         inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
         # Fresh memory costs the kernel more than the copies through it. No thread keeps its own:
@@ -390,7 +387,7 @@ class FileWriter:
         if at not in self._uploads:
             target, path = self._context.target, self._plan.files[at].name
             token = self._tokens.get(at)
-            upload = target.join(path, token) if token else target.upload(path, copies=True)
+            upload = target.join(path, token) if token else target.upload(path)
             self._uploads[at] = upload
             if self._is_together and not token:
                 # Begun at once: a small file is not held in memory until the end.

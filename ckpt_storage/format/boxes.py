@@ -422,7 +422,6 @@ def selected_copies(
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the C-order strides of an array, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,9 @@ def crc32c_of(data: Buffer, crc: int = 0) -> int:
     return _crc32c(data, crc, memoryview(data).nbytes > _KEEP_LOCK_BYTES)
 
 
-def crc32c_of_all(views: Sequence[memoryview]) -> int:
-    """Return the CRC-32C of consecutive views."""
-    return reduce(lambda crc, view: crc32c_of(view, crc), views, 0)
+def crc32c_of_all(pieces: Iterable[Buffer]) -> int:
+    """Return the CRC-32C of consecutive buffers."""
+    return reduce(lambda crc, piece: crc32c_of(piece, crc), pieces, 0)
 
 
 def first_wrong_block(

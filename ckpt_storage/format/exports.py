@@ -104,7 +104,6 @@ class _Document:
     stamp: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Return the sealed document."""
         return seal({"format": format_of(self.kind), **self._members(), **self.stamp})
 
     @classmethod
@@ -120,7 +119,6 @@ class _Document:
         return cls(fingerprint=fingerprint, stamp=stamp, **values)
 
     def _members(self) -> dict[str, Any]:
-        """Return the members of the JSON object, without `format` and `stamp`."""
         return {"fingerprint": self.fingerprint}
 
     @classmethod

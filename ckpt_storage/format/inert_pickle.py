@@ -315,7 +315,6 @@ def _is_finished(record: Record) -> bool:
 
 
 def _is_storage(value: object) -> bool:
-    """Return whether a value is the persistent id of a storage."""
     match value:
         case PersistentId(pid=("storage", Global(name=name), str(), str(), int())):
             return name.endswith("Storage")

@@ -296,7 +296,6 @@ def _layout_key(tensor: TensorRecord) -> object:
 
 
 def _tensors_of(get: Fields, world_size: int) -> dict[str, TensorRecord]:
-    """Return the tensors of a manifest, by name. Raises `FormatError`."""
     shapes = get.value("shapes", list, ok=lambda shapes: all(map(is_int_list, shapes)))
     dtypes, sizes = dtypes_of(get), list(map(tuple, shapes))
     layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]

@@ -18,6 +18,8 @@ WEIGHT_NAMES = ("model.safetensors", "adapter_model.safetensors")
 """Weight files that come without an index."""
 COMMITS = "commits"
 SAVES = "saves"
+FILES_PREFIX = "files."
+"""What the names of values begin with that hold the bytes of a file: `files.config.json`."""
 PROBE_PREFIX = ".ckpt-storage-probe-"
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 _UNSAFE_PARTS = frozenset({"", ".", ".."})

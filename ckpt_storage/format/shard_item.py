@@ -148,7 +148,6 @@ def _tensor_pickle(kind: DType, shape: tuple[int, ...], element_count: int) -> b
 
 
 def _pickled(value: object) -> bytes:
-    """Return the opcodes of a plain value."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, 2)
     pickler.fast = True
@@ -247,7 +246,6 @@ def parse_tensor_item(
 
 
 def _parse_item(head: bytes, path: str | None) -> ItemHeader:
-    """Parse the local headers up to that of the payload."""
     plain: tuple[DType, tuple[int, ...], bytes] | None = None
     at = 0
     while True:

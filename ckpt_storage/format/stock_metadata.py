@@ -61,7 +61,7 @@ class StockMetadata:
     items: Mapping[tuple[str, tuple[int, ...] | None], StockItem]
 
 
-def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMetadata:
+def decode_stock_metadata(data: bytes) -> StockMetadata:
     """Return the content of a `.metadata` file.
 
     Accepts only the classes that stock torch pickles there, and imports and calls none of them.
@@ -70,26 +70,26 @@ def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMe
     truncated, of another kind, or too long.
     """
     if len(data) > MAX_STOCK_BYTES:
-        raise _unusable(path, f"is {len(data)} bytes long; {MAX_STOCK_BYTES} is the limit")
+        raise _unusable(f"is {len(data)} bytes long; {MAX_STOCK_BYTES} is the limit")
     try:
-        return _Decoder(path, len(data)).metadata(interpret(data, _ALLOWED))
+        return _Decoder(len(data)).metadata(interpret(data, _ALLOWED))
     except ForbiddenGlobalError as error:
         raise UnsafeContentError(
-            f"{path} names '{error}', which stock torch does not write there; "
+            f"{STOCK_METADATA} names '{error}', which stock torch does not write there; "
             "loading it with torch might run code. Nothing was executed.",
-            path=path,
+            path=STOCK_METADATA,
             next_step="Do not load this checkpoint with torch; find out who wrote it.",
         ) from error
     except PickleTruncatedError as error:
-        raise _unusable(path, f"is cut short: it ends after {len(data)} bytes") from error
+        raise _unusable(f"is cut short: it ends after {len(data)} bytes") from error
     except PickleMalformedError as error:
-        raise _unusable(path, f"is no metadata of torch's DCP ({error})") from error
+        raise _unusable(f"is no metadata of torch's DCP ({error})") from error
 
 
-def _unusable(path: str, problem: str) -> FormatError:
+def _unusable(problem: str) -> FormatError:
     return FormatError(
-        f"{path} {problem}.",
-        path=path,
+        f"{STOCK_METADATA} {problem}.",
+        path=STOCK_METADATA,
         next_step="Fetch it again or restore it from a copy; else load another checkpoint.",
     )
 
@@ -161,7 +161,6 @@ def _text(value: object) -> str:
 
 
 def _fields(value: object, name: str) -> dict[str, object]:
-    """Return the attributes of an instance of the class `name`."""
     match value:
         # A hostile file may name more attributes than any class has.
         case Record(name=kind, args=(), state=Pairs() as state) if (
@@ -183,8 +182,7 @@ def _pairs(value: object) -> Pairs:
 class _Decoder:
     """Turns inert values into a `StockMetadata`, within a budget against endless repetition."""
 
-    def __init__(self, path: str, budget: int) -> None:
-        self._path = path
+    def __init__(self, budget: int) -> None:
         self._budget = budget
 
     def _spend(self, amount: int) -> None:
@@ -240,7 +238,7 @@ class _Decoder:
             self._spend(1 + len(transforms))
             offset, length = _counts((place.get("offset"), place.get("length")))
             items[key] = StockItem(
-                relative_path=checked_path(_text(place.get("relative_path")), where=self._path),
+                relative_path=checked_path(_text(place.get("relative_path")), where=STOCK_METADATA),
                 offset=offset,
                 length=length,
                 transforms=tuple(map(_text, transforms)),

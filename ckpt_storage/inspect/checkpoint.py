@@ -15,7 +15,7 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.options import Casts, Progress, RetryPolicy, Timeouts, check_choice
+from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import CommittedSource, SourceFormat, gone
 from ckpt_storage.store import Location
 from ckpt_storage.transfer.workers import some_at_once
@@ -41,7 +41,6 @@ def open_checkpoint(
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
     unsafe_pickle: bool = False,
-    casts: Casts = "checked",
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
 ) -> Checkpoint:
@@ -49,10 +48,8 @@ def open_checkpoint(
 
     Opens checkpoints of this package, stock DCP checkpoints, torch's sharded safetensors and
     Hugging Face folders by their documents; a checkpoint of this package takes three small reads.
-    Small documents that this process has opened there before are not read again, except by
-    `verify`. Runs no code of the checkpoint, unless `unsafe_pickle` permits to unpickle objects
-    that torch does not load with `weights_only=True`. `casts`, as for `load`, decides which values
-    `numpy.asarray(tensor, dtype)` may change. A read fails when no bytes arrive for `timeout`. Any
+    Runs no code of the checkpoint, unless `unsafe_pickle` permits to unpickle objects that torch
+    does not load with `weights_only=True`. A read fails when no bytes arrive for `timeout`. Any
     process; not collective; changes nothing.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
@@ -65,11 +62,8 @@ def open_checkpoint(
         "timeout": Timeouts.of(timeout),
         "retry": retry or RetryPolicy(),
     }
-    check_choice("casts", casts, Casts)
     location = Location.to_read(url, storage_options)
-    return Checkpoint(
-        Handle(location, unsafe_pickle=unsafe_pickle, casts=casts, arguments=arguments)
-    )
+    return Checkpoint(Handle(location, unsafe_pickle=unsafe_pickle, arguments=arguments))
 
 
 class Checkpoint(Mapping[str, Any]):

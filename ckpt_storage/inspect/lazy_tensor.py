@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.boxes import Selection
 from ckpt_storage.format.dtypes import DTYPES
 
-from .array_casts import cast_array
 from .reading import Handle, Words, elements_of, read_tensors
 from .views import Sharding, shape_text, shown
 
@@ -174,9 +174,14 @@ class LazyTensor:
                 f"{self.fqn} is in a storage: it cannot become an array without a copy"
             )
         array = self.numpy()
-        if dtype is None:
-            return array
-        return cast_array(array, dtype, self._handle.casts, self.fqn)
+        target = array.dtype if dtype is None else np.dtype(dtype)
+        if not np.can_cast(array.dtype, target, "safe"):
+            raise InvalidInputError(
+                f"{self.fqn} is stored as {array.dtype}; {target} cannot hold all values of it.",
+                phase="load",
+                next_step=f"Cast it once it is read: tensor.numpy().astype({str(target)!r}).",
+            )
+        return array.astype(target, copy=False)
 
     def words(self, ranges: Selection) -> Words:
         """Return the elements at ascending positions, as unsigned words of their size."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError
 from ckpt_storage.format.boxes import Box, Selection, WindowCopy, clip
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.options import LOCAL_READ_BYTES, Casts, TransferOptions
+from ckpt_storage.options import LOCAL_READ_BYTES, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Key, Source, adding_context
 from ckpt_storage.source.opening import open_newest
@@ -43,12 +43,6 @@ _PIECES_HELD = 8
 """An upper bound: a piece, the buffers of its read, and the same of a second tensor."""
 
 
-@lru_cache(maxsize=8)
-def _kept(_: Location) -> dict[Hashable, Any]:
-    """Return the cache of documents of a location that this process opened lately."""
-    return {}
-
-
 class Handle:
     """One open checkpoint; every read has its own deadline. Thread-safe.
 
@@ -61,18 +55,15 @@ class Handle:
         location: Location,
         *,
         unsafe_pickle: bool,
-        casts: Casts,
         arguments: Any,  # noqa: ANN401  # those of `verify`
     ) -> None:
         self.location = location
         self.url = location.url
         self.unsafe_pickle = unsafe_pickle
-        self.casts: Casts = casts
         self.arguments: Mapping[str, Any] = arguments
         timeouts = arguments["timeout"]
         self._timeout_s = timeouts.load
         self._store = open_store(location, timeouts=timeouts, retry=arguments["retry"])
-        self._store.kept = _kept(location)
         self._lock = threading.RLock()
         self._is_closed = False
         with self.session("Opening") as store:

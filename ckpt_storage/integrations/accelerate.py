@@ -132,7 +132,6 @@ def restore_state(
 
 
 def _files(accelerator: Accelerator) -> FileEntries:
-    """Return the files that accelerate writes."""
     return FileEntries(
         key="accelerate_files",
         random_states="random_states_",
@@ -228,7 +227,6 @@ def _apply(
 
 
 def _read_object(path: Path, *, unsafe_pickle: bool) -> Any:
-    """Return the state of a registered object."""
     try:
         return torch.load(path, map_location="cpu", weights_only=not unsafe_pickle)
     except pickle.UnpicklingError as error:

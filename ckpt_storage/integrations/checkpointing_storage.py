@@ -11,9 +11,9 @@ import itertools
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,16 @@ from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import KeyValues, StoreAddress, StoreClient
 from ckpt_storage.coordination.lane import Lane
 from ckpt_storage.errors import (
+    CheckpointGoneError,
     CheckpointInProgressError,
     CheckpointNotFoundError,
     InvalidInputError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.names import FILES_PREFIX
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.file_streams import PREFIX, FilesSave
+from ckpt_storage.saves.file_streams import FilesSave
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 
@@ -93,7 +95,6 @@ class CheckpointStorageConfig(StorageConfig):
         storage_options: passed to the fsspec file system.
         overwrite: replace committed checkpoints.
         timeout: seconds, `timedelta` or `Timeouts`, as for `ckpt_storage.save`.
-        save_options: further arguments of `ckpt_storage.save`, such as `retry`, `thread_count`.
 
     """
 
@@ -101,7 +102,6 @@ class CheckpointStorageConfig(StorageConfig):
     storage_options: Mapping[str, Any] | None = None
     overwrite: bool = False
     timeout: Any = None
-    save_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the URL, and count. Raises `InvalidInputError`."""
@@ -121,12 +121,11 @@ class CheckpointStorageConfig(StorageConfig):
     def make_save(self, url: str) -> FilesSave:
         """Begin a save of all ranks."""
         options = {
-            **self.save_options,
             "storage_options": self.storage_options,
             "overwrite": self.overwrite,
+            # Two threads of a local disk: one file is hashed while another part is written.
+            "thread_count": 2 if Location.of(url).is_local else None,
         }
-        # Two threads of a local disk: one file is hashed while another part is written.
-        options.setdefault("thread_count", 2 if Location.of(url).is_local else None)
         ranks = (self._ranks or _Ranks.own()).group(self._name)
         return FilesSave(ranks, url, SaveOptions.of(options, timeouts=Timeouts.of(self.timeout)))
 
@@ -247,28 +246,17 @@ class CheckpointStorage(Storage):
         """Refuse: a rename by one rank is no commit of all."""
         raise UnsupportedByStoreError(
             f"{src_path} is not renamed to {dst_path}: ranks commit together.",
-            kind="unsupported",
             next_step="Use manager_config, or write_to_temp_dir=False with commit_on_every_rank.",
         )
 
-    def delete(self, path: Path) -> None:
-        """Refuse: the files of a checkpoint go together."""
+    def _refuse(self, *_: object, **__: object) -> Never:
+        """Refuse what their savers and loaders do not need."""
         raise UnsupportedByStoreError(
-            f"{path} is part of a checkpoint.",
-            kind="unsupported",
-            next_step="Delete the checkpoint, with ckpt_storage.delete.",
+            f"Nothing below {self._root.url} can be listed or deleted through this storage.",
+            next_step="Use ckpt_storage.delete and ckpt_storage.list_checkpoints.",
         )
 
-    def rmdir(self, path: Path) -> None:
-        """Delete a checkpoint."""
-        name, below = self._split(path)
-        if not name or below:
-            raise InvalidInputError(
-                f"{path} is no checkpoint.", next_step="Name a checkpoint by its URL."
-            )
-        self._opened.pop(name, None)
-        options = self._config.storage_options
-        ckpt_storage.delete(self._url_of(name), storage_options=options)
+    delete = rmdir = ls = isdir = glob = _refuse
 
     # Reading.
 
@@ -291,7 +279,7 @@ class CheckpointStorage(Storage):
         try:
             # A reader begins with this call: another save may have replaced the checkpoint.
             checkpoint = self._checkpoint(name, fresh=not file)
-        except (CheckpointNotFoundError, CheckpointInProgressError):
+        except (CheckpointNotFoundError, CheckpointInProgressError, CheckpointGoneError):
             return False
         files = self._files(checkpoint)
         return not file or file in files or any(name.startswith(f"{file}/") for name in files)
@@ -300,27 +288,10 @@ class CheckpointStorage(Storage):
     def _files(checkpoint: Checkpoint) -> dict[str, int]:
         """Return the length of each file."""
         return {
-            entry.fqn.removeprefix(PREFIX): entry.size_bytes
+            entry.fqn.removeprefix(FILES_PREFIX): entry.size_bytes
             for entry in checkpoint.entries()
-            if entry.fqn.startswith(PREFIX) and entry.dtype == "uint8"
+            if entry.fqn.startswith(FILES_PREFIX) and entry.dtype == "uint8"
         }
-
-    def isdir(self, path: Path) -> bool:
-        """Return whether a path is the root, a committed checkpoint or a folder in it."""
-        name, file = self._split(path)
-        return self.exists(path) and (not file or file not in self._files(self._checkpoint(name)))
-
-    def ls(self, path: Path) -> list[str]:
-        """Return the names of checkpoints, or of what is in a folder of a checkpoint."""
-        name, folder = self._split(path)
-        if not name:
-            options = self._config.storage_options
-            infos = ckpt_storage.list_checkpoints(self._config.url, storage_options=options)
-            return [info.name for info in infos]
-        prefix = f"{folder}/" if folder else ""
-        files = self._files(self._checkpoint(name))
-        inside = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
-        return sorted({file.partition("/")[0] for file in inside})
 
     def getsize(self, path: Path) -> int:
         """Return the length of a file. Raises `FileNotFoundError`."""

@@ -11,9 +11,10 @@ import numpy as np
 
 from ckpt_storage.coordination.failures import picklable_copy
 from ckpt_storage.errors import CheckpointError, RankFailedError, StorageError
+from ckpt_storage.format.names import FILES_PREFIX
 from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.inspect.reading import read_into
-from ckpt_storage.saves.file_streams import PREFIX, FileStream
+from ckpt_storage.saves.file_streams import FileStream
 
 __all__ = ["ReadStream", "WriteStream"]
 
@@ -114,7 +115,7 @@ class ReadStream(io.RawIOBase):
             positions = range(self._position, self._position + len(view))
             array = np.frombuffer(view, dtype="u1")
             handle = self._checkpoint._handle  # noqa: SLF001  # of this package
-            read_into(handle, f"{PREFIX}{self._file}", (positions,), array)
+            read_into(handle, f"{FILES_PREFIX}{self._file}", (positions,), array)
 
 
 def _clear_frames(error: BaseException | None) -> None:

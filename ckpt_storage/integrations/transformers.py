@@ -122,8 +122,6 @@ def with_checkpoint_storage(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The arguments of `with_checkpoint_storage`."""
-
     url: str | os.PathLike[str]
     keep: Keep | None
     storage_options: Mapping[str, Any] | None
@@ -492,6 +490,5 @@ class _StorageMixin(_Base):
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner

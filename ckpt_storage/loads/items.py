@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import repeat
@@ -215,15 +215,10 @@ class LoadItems:
         self._sharing: list[list[_Value]] = []
         buffers: dict[int, torch.Tensor] = {}
         for group in [] if casts == "any" else _overlapping(targets, places):
-            (first, filled), *others = group
-            values = [(places[first].fqn, filled, filled)]
-            for number, other in others:
-                if self._content(number, other) != self._content(first, filled):
-                    # A device may have no memory for a second tensor of this size.
-                    buffers[number] = torch.empty_like(other, device="cpu")
-                    values.append((places[number].fqn, other, buffers[number]))
-            if len(values) > 1:
-                self._sharing.append(values)
+            if len({self._content(number, target) for number, target in group}) > 1:
+                # A device may have no memory for a second tensor of this size.
+                buffers |= {n: torch.empty_like(target, device="cpu") for n, target in group}
+                self._sharing.append([(places[n].fqn, target, buffers[n]) for n, target in group])
         for number, (item, place, target) in enumerate(
             zip(plan.items, places, targets, strict=True)
         ):
@@ -248,7 +243,7 @@ class LoadItems:
         """
         item, place = self._items[number], self.places[number]
         layout = target.data_ptr(), target.stride(), target.dtype, target.is_conj(), target.is_neg()
-        crcs = number if place.crcs is None else list(place.crcs)
+        crcs = number if place.crcs is None else tuple(place.crcs)
         stored = tuple(item.storage_offsets), tuple(item.lengths), crcs
         return (*layout, *stored, self._dtype_of(item))
 
@@ -354,18 +349,13 @@ class LoadItems:
         for ring in self._rings.values():
             ring.finish()
         for values in self._sharing:
-            name, first, _ = values[0]
-            values[0] = name, first, first.to("cpu", copy=True)
-            for value in values:
-                _fill(value)
-            for number, earlier in enumerate(values):
-                if _is_filled(earlier):
-                    continue
-                _fill(earlier)
-                for later in values[number + 1 :]:
-                    _fill(later)
-                    if not _is_filled(earlier):
-                        raise _sharing_error(earlier[0], later[0])
+            for _, target, elements in values:
+                # As in `TensorRead`.
+                with torch.inference_mode(target.is_inference()):
+                    target.copy_(elements)
+            lost = [name for name, *tensors in values if not _is_equal(*tensors)]
+            if lost:
+                raise _sharing_error([*lost[:1], *(name for name, *_ in values)])
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Pass all values to the planner, once all bytes are read and verified."""
@@ -452,28 +442,22 @@ _Value = tuple[str, torch.Tensor, torch.Tensor]
 """The name, target and elements of a value whose target shares memory."""
 
 
-def _fill(value: _Value) -> None:
-    _, target, elements = value
-    # As in `TensorRead`.
-    with torch.inference_mode(target.is_inference()):
-        target.copy_(elements)
-
-
-def _is_filled(value: _Value) -> bool:
+def _is_equal(target: torch.Tensor, elements: torch.Tensor) -> bool:
     """Return whether a target has its elements, byte for byte: NaN equals NaN."""
-    plain = [tensor.cpu().resolve_conj().resolve_neg().contiguous() for tensor in value[1:]]
+    plain = [t.cpu().resolve_conj().resolve_neg().contiguous() for t in (target, elements)]
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
-def _sharing_error(held: str, fqn: str) -> InvalidInputError:
-    if held == fqn:
+def _sharing_error(fqns: Iterable[str]) -> InvalidInputError:
+    names = list(dict.fromkeys(fqns))
+    if len(names) == 1:
         return _target_error(
-            f"Several elements of the target of {fqn} are a single memory location.",
+            f"Several elements of the target of {names[0]} are a single memory location.",
             "Load into a tensor that is not expanded: clone() it first.",
         )
     return _target_error(
-        f"The targets of {held} and {fqn} share memory, and the checkpoint has different values "
-        "for it.",
+        f"The targets of {' and '.join(names[:4])} share memory, and the checkpoint has different "
+        "values for it.",
         "Give each a tensor of its own, load only one of them, or pass casts='any': then either "
         "value may stay.",
     )

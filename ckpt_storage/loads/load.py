@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.group import RankGroup
-from ckpt_storage.coordination.identity import Identity
-from ckpt_storage.coordination.operation import Operation, kind_of
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
 from ckpt_storage.coordination.terms import check_terms
@@ -99,24 +97,8 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is its own.
 
     """
-    return _load(locals(), is_read=True)
-
-
-def load_chosen(state: MutableMapping[str, Any], url: str, **arguments: Any) -> OperationStats:  # noqa: ANN401  # as `load`
-    """Load as `load` does, in a restore: a rank that is late fails as the other ranks have.
-
-    These go on with the restore, so that no later load of theirs is this load.
-    """
-    bound = signature(load).bind(state, url, **arguments)
-    bound.apply_defaults()
-    return _load(bound.arguments, is_read=False)
-
-
-def _load(arguments: dict[str, Any], *, is_read: bool) -> OperationStats:
-    """Load; `is_read` as for `Identity`."""
-    state, url, planner = (arguments[name] for name in ("state", "url", "planner"))
-    timeout, storage_options = arguments["timeout"], arguments["storage_options"]
-    ranks = RankGroup.of(arguments["process_group"], lane="load")
+    arguments = locals()
+    ranks = RankGroup.of(process_group, lane="load")
     what = f"the load from {redacted_url(url)}"
     timeouts = Timeouts()
     with suppress(CheckpointError):  # raised below, where it is reported to the other ranks
@@ -132,7 +114,7 @@ def _load(arguments: dict[str, Any], *, is_read: bool) -> OperationStats:
                 operation.what = f"the load from {session.url}"
                 plain = plain_state(dict(sorted(state.items(), key=lambda item: str(item[0]))))
                 with closing(Peers(operation)) as peers, ExitStack() as prepared:
-                    _run(operation, session, planner, plain, peers, prepared, is_read=is_read)
+                    _run(operation, session, planner, plain, peers, prepared)
                     operation.save_id = session.open().save_id
                     stats: OperationStats = operation.exchange(
                         operation.timing(), operation.stats_of, is_last=True
@@ -181,19 +163,13 @@ def _run(
     state: dict[str, Any],
     peers: Peers,
     prepared: ExitStack,
-    *,
-    is_read: bool,
 ) -> None:
     """Plan and read; ranks exchange plans for a custom planner, or if they may share reads.
 
     The caller closes `prepared` once all is read.
     """
     terms = session.terms()
-    kind = kind_of(operation.what)
-    operation.meet(
-        {**terms, "planner": "the default" if custom is None else "a custom planner"},
-        identity=Identity(kind=kind, url=session.url, is_read=is_read),
-    )
+    operation.meet({**terms, "planner": "the default" if custom is None else "a custom planner"})
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
     metadata = session.metadata(lazy=custom is None)

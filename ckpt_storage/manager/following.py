@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError, StorageError
-from ckpt_storage.inspect.views import natural
+from ckpt_storage.inspect.views import NUMBER, natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -25,8 +24,6 @@ log = logging.getLogger("ckpt_storage")
 
 _REREAD_COUNT = 16
 """How many folders of each kind that were read before one poll reads again."""
-
-_LAST_NUMBER = re.compile(r"([0-9]{1,18})[^0-9]*$")
 
 
 def follow(
@@ -141,5 +138,5 @@ class _Follower:
 
 def _number_of(name: str) -> int | None:
     """Return the last number in a folder's name."""
-    match = _LAST_NUMBER.search(name)
-    return None if match is None else int(match[1])
+    numbers = NUMBER.findall(name)
+    return int(numbers[-1]) if numbers else None

@@ -18,7 +18,7 @@ from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.loads.load import load_chosen
+from ckpt_storage.loads.load import load
 from ckpt_storage.options import (
     DEFAULT_GROUPS,
     Casts,
@@ -47,7 +47,7 @@ from .resume import Check, Restored, Resumer
 from .retention import PruneReport
 from .root import Root
 from .schedule import Schedule
-from .selection import Selected, select_own
+from .selection import find_own
 from .step_save import StepSave
 from .upkeep import Upkeep
 
@@ -231,8 +231,8 @@ class CheckpointManager:
 
         The checkpoint need not exist. Raises `InvalidInputError` for a value that is no URL.
         """
-        selection = select_own(self._roots, Location.of(url))
-        return None if selection is None else self._root.names.step_of(selection[1])
+        checkpoint = find_own(self._roots, Location.of(url))
+        return None if checkpoint is None else self._root.names.step_of(checkpoint[1])
 
     def _location_of(self, step: int) -> Location:
         return self._root.location.child(self._root.names.name_of(step))
@@ -416,11 +416,12 @@ class CheckpointManager:
             self._restoring_ranks,
             self._roots,
             check=check,
-            selected=Selected.of(self._roots, step=step, url=url),
+            step=step,
+            url=url,
             part=part,
             restore_count=self._restore_count,
         )
-        restored = resumer.run(partial(load_chosen, state, timeout=self._timeouts, **options))
+        restored = resumer.run(partial(load, state, timeout=self._timeouts, **options))
         # Only a restore that succeeded counts; if a single rank calls it, it fails there.
         self._restore_count = resumer.restore_count
         return restored

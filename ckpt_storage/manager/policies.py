@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, Self
@@ -51,13 +51,6 @@ class RetentionPolicy(ABC):
         another call a damaged checkpoint is among them, as if it were sound.
         """
 
-    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
-        """Return the names that are read again before a prune: without them others would be kept.
-
-        By default all that are kept. A rule that judges each candidate alone rests on no other.
-        """
-        return self.kept(candidates)
-
     def __or__(self, other: RetentionPolicy) -> KeepAny:
         return KeepAny(policies_of([self, other]))
 
@@ -97,10 +90,6 @@ class KeepEvery(RetentionPolicy):
         multiples = [candidate for candidate in candidates if candidate.step % self.n == 0]
         return {candidate.name: f"{self}" for candidate in multiples}
 
-    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
-        """Return nothing: each step is judged alone."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepClosest(RetentionPolicy):
@@ -135,30 +124,23 @@ class KeepClosest(RetentionPolicy):
     def _position(self, candidate: Candidate) -> float | None:
         return candidate.step if self.every_s is None else begun_s(candidate.info) or None
 
-    def _ranked(self, candidates: Sequence[Candidate]) -> Iterable[list[tuple[float, float, int]]]:
-        """Return distance, position and index of each multiple's candidates, the closest last."""
-        interval = self._interval
-        groups: dict[float, list[tuple[float, float, int]]] = {}
-        for index, candidate in enumerate(candidates):
-            if (position := self._position(candidate)) is not None:
-                # The higher of two multiples that are equally near. Whole numbers stay exact.
-                multiple = (2 * position + interval) // (2 * interval) * interval
-                rank = (-abs(position - multiple), position, index)
-                groups.setdefault(multiple, []).append(rank)
-        return map(sorted, groups.values())
-
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names of the closest, each with its distance."""
-        unknown = [candidate.name for candidate in candidates if self._position(candidate) is None]
-        kept = dict.fromkeys(unknown, f"{self}: when its save began is not known")
+        interval, kept = self._interval, dict[str, str]()
+        closest: dict[float, tuple[float, float, int]] = {}
+        for index, candidate in enumerate(candidates):
+            position = self._position(candidate)
+            if position is None:
+                kept[candidate.name] = f"{self}: when its save began is not known"
+                continue
+            # The higher of two multiples that are equally near. Whole numbers stay exact.
+            multiple = (2 * position + interval) // (2 * interval) * interval
+            rank = (-abs(position - multiple), position, index)
+            closest[multiple] = max(rank, closest.get(multiple, rank))
         unit = "steps" if self.every_s is None else "s"
-        for *_, (distance, _, index) in self._ranked(candidates):
+        for distance, _, index in closest.values():
             kept[candidates[index].name] = f"{self}: {-distance:.12g} {unit} from a multiple"
         return kept
-
-    def rests_on(self, candidates: Sequence[Candidate]) -> Collection[str]:
-        """Return the closest of multiples that have others, too."""
-        return [candidates[group[-1][2]].name for group in self._ranked(candidates) if group[1:]]
 
     def __str__(self) -> str:
         return (
@@ -219,10 +201,6 @@ class KeepNewerThan(RetentionPolicy):
             elif candidate.age_s < self.age_s:
                 kept[candidate.name] = f"{self}: {candidate.age_s:.0f} s old"
         return kept
-
-    def rests_on(self, _: Sequence[Candidate]) -> Collection[str]:
-        """Return nothing: each age is judged alone."""
-        return ()
 
     def __str__(self) -> str:
         return f"KeepNewerThan({self.age_s:g} s)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -21,12 +22,13 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.inspect.verify import check_part, part_bytes
 from ckpt_storage.options import check_choice
+from ckpt_storage.store import redacted_url
 from ckpt_storage.store.deadline import Deadline
 
 from .folders import FolderState, damage_of
 from .listing import find_newest, newest_first
 from .root import UNUSABLE, Root
-from .selection import Selected
+from .selection import select
 
 log = logging.getLogger("ckpt_storage")
 
@@ -77,10 +79,9 @@ Load = Callable[..., object]
 class Resumer:
     """One restore on one rank, together with the others.
 
-    It loads the newest checkpoint below `roots`, or the `selected` checkpoint, whose `select` is
-    called where all ranks get its error. With `part` a checkpoint that holds some values only is
-    loaded, too. `restore_count` is how often this rank has restored before; afterwards, the same
-    on all ranks, it includes this restore.
+    It loads the newest checkpoint below `roots`, that of `step`, or that at `url`. With `part` a
+    checkpoint that holds some values only is loaded, too. `restore_count` is how often this rank
+    has restored before; afterwards, the same on all ranks, it includes this restore.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Resumer:
         roots: Sequence[Root],
         *,
         check: Check = "read",
-        selected: Selected | None = None,
+        step: int | None = None,
+        url: str | os.PathLike[str] | None = None,
         part: bool = False,
         restore_count: int = 0,
     ) -> None:
@@ -97,8 +99,9 @@ class Resumer:
         self._ranks = ranks
         self._roots = roots
         self._check: Check = check
-        self._selected = "the newest" if selected is None else selected.text
-        self._select = None if selected is None else selected.select
+        self._selected = "the newest" if step is None else f"step {step}"
+        self._selected = self._selected if url is None else redacted_url(url)
+        self._step, self._at = step, url
         self._takes_parts = part
         self._name: str | None = None
         self._timeouts = roots[0].timeouts
@@ -168,10 +171,11 @@ class Resumer:
         with self._ranks.operation(what, timeouts=self._timeouts) as operation:
             check_choice("check", self._check, Check)
             terms = {"check": self._check, "the checkpoint": self._selected}
-            identity = Identity(kind="the choice", url=self._url, is_read=True)
-            operation.meet(terms | {"part": str(self._takes_parts)}, identity=identity)
-            if self._select is not None and self._name is None:
-                self._roots, self._name = self._select()
+            operation.identify(Identity(kind="the choice", url=self._url, is_read=True))
+            operation.meet(terms | {"part": str(self._takes_parts)})
+            if self._name is None:
+                # Here, so that all ranks get its error.
+                self._roots, self._name = select(self._roots, step=self._step, url=self._at)
                 self._url = " and ".join(root.location.url for root in self._roots)
             deadline = operation.phase("load")
             with deadline.annotate_errors(f"Choosing a checkpoint below {self._url}"):

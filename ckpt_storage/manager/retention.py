@@ -152,7 +152,7 @@ def supports_of(keep: Keep, folders: Collection[FolderState]) -> set[str]:
     """Return the names that a plan rests on: if one of them were gone, others would be kept."""
     sound = _candidates(sorted((folder for folder in folders if folder.is_sound), key=by_step))
     policies = (*policies_of(keep), KeepLatest(1))
-    return {name for policy in policies for name in policy.rests_on(sound)}
+    return {name for policy in policies for name in policy.kept(sound)}
 
 
 def _candidates(folders: Iterable[FolderState]) -> list[Candidate]:

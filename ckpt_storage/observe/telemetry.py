@@ -38,8 +38,6 @@ _background = _Background()
 
 
 class _Instruments:
-    """A tracer, and the instruments of a meter."""
-
     def __init__(self) -> None:
         from opentelemetry import metrics, trace  # noqa: PLC0415  # only where it is used already
 

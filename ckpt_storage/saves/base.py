@@ -209,7 +209,7 @@ def _copy_parts(
     ]
     if not copies_parts(store, path, copies[0]):
         raise StorageError(f"The storage does not copy to {path}.", kind="unsupported")
-    upload = store.upload(path, copies=True)
+    upload = store.upload(path)
     try:
         crcs = some_at_once(
             [partial(upload.copy_part, copy) for copy in copies],

@@ -17,6 +17,8 @@ import torch
 
 log = logging.getLogger("ckpt_storage")
 
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _warned: set[str] = set()
 """Warnings that this process has logged, each once."""
 
@@ -54,20 +56,14 @@ def clear_last_error(runtime: Any, device: torch.device) -> None:  # noqa: ANN40
 
 
 class DeviceReader:
-    """Reads tensors of CUDA devices window by window, on a stream of each device, in one thread."""
+    """Reads tensors of CUDA devices window by window, on a stream of its own, in one thread."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
         self._can_pin = True
 
     def views(self, device: torch.device, windows: Iterator[torch.Tensor]) -> Iterator[memoryview]:
         """Yield the copied bytes of each window while the next window is being copied."""
-        with torch.cuda.device(device):
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-            stream = self._streams[device]
-            # The work that the caller has enqueued must end before the tensors are copied.
-            stream.wait_stream(torch.cuda.current_stream(device))
+        stream = fork_stream(device)
         pending: deque[tuple[torch.Tensor, Any]] = deque()
         try:
             for window in windows:
@@ -108,6 +104,16 @@ def _end(device: torch.device, buffer: torch.Tensor, event: Any) -> memoryview: 
     with torch.cuda.device(device):
         event.synchronize()
     return byte_view(buffer)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as integers of its elements' size, which torch copies and indexes all.
+
+    A tensor without such integers, or with lazy elements, is returned as it is.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor
+    return tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

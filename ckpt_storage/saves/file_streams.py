@@ -28,6 +28,7 @@ from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.format.names import FILES_PREFIX
 from ckpt_storage.observe.stats import OperationStats
 from ckpt_storage.store import redacted_url
 from ckpt_storage.store.deadline import LOOK_S, Deadline
@@ -36,9 +37,6 @@ from .options import SaveOptions
 from .save import run_save
 from .session import SaveSession
 from .shardfile import Item, ShardFileWriter, WrittenShard
-
-PREFIX = "files."
-"""What the name of a file begins with as the name of a value."""
 
 PIECE_BYTES = 32 << 20
 """The longest chunk; a stream has one chunk in memory."""
@@ -252,7 +250,7 @@ class FileStream:
     def _flush(self) -> None:
         data = self._piece[: self._filled].data
         item = Item(
-            fqn=f"{PREFIX}{self.name}",
+            fqn=f"{FILES_PREFIX}{self.name}",
             dtype="uint8",
             offsets=(self._size_bytes,),
             sizes=(len(data),),
@@ -288,7 +286,7 @@ def _metadata_of(sizes: Mapping[str, int]) -> Metadata:
     """Return DCP's metadata of files of these lengths."""
     return Metadata(
         state_dict_metadata={
-            f"{PREFIX}{name}": TensorStorageMetadata(
+            f"{FILES_PREFIX}{name}": TensorStorageMetadata(
                 properties=TensorProperties(dtype=torch.uint8),
                 size=torch.Size([size_bytes]),
                 chunks=[

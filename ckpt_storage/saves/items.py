@@ -223,12 +223,6 @@ def host_views(
 
 
 def is_as_stored(tensor: torch.Tensor) -> bool:
-    """Return whether the memory of a tensor is what is to be written."""
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_cpu and tensor.is_contiguous() and not lazy
-
-
-def is_readable(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a plain tensor lie in C order at its address.
 
     False for some tensors of which they do; costs a fraction of `fault_of`.

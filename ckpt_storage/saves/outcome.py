@@ -1,12 +1,11 @@
-"""The outcome of a failed save on one rank, as one table; it is on the page *Errors*, too.
+"""The outcome of a failed save on one rank, in one function; a table is on the page *Errors*.
 
-Every rank looks it up in `_write_and_commit` of `save.py`. The outcome of the storage request that
+Every rank calls it in `_write_and_commit` of `save.py`. The outcome of the storage request that
 commits is decided before, by `take_slot` in `commit/slotlog.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 Stage = Literal["writing", "reported", "committing"]
@@ -27,51 +26,20 @@ StorageState = Literal["committed", "absent"]
 Action = Literal["raise", "raise with info", "raise unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Situations and the outcome for a rank; "*" stands for any value.
-
-    `discards`: the coordinator deletes the files of all ranks.
-    """
-
-    rank: Literal["coordinator", "member", "*"]
-    stage: Stage | Literal["*"]
-    cause: Cause | Literal["*"]
-    storage: StorageState | Literal["*"]
-    action: Action
-    discards: bool = False
-
-
-TABLE = (
-    # Without the report of every rank there is no commit.
-    Row("*", "writing", "undecided", "*", "raise"),
-    Row("*", "*", "undecided", "committed", "raise with info"),
-    Row("*", "*", "undecided", "absent", "raise unknown"),
-    # The request that commits may still be in flight.
-    Row("*", "committing", "interrupt", "*", "raise unknown"),
-    Row("*", "committing", "unexpected", "*", "raise unknown"),
-    Row("coordinator", "writing", "failure", "*", "raise", discards=True),
-    Row("coordinator", "writing", "unexpected", "*", "raise", discards=True),
-    # A rank that hangs may still write. What failed in the commit has deleted its files itself.
-    Row("*", "*", "*", "*", "raise"),
-)
-"""The first row that matches counts. No rank raises "failed" for a save that is, or may be,
-committed: a commit that is claimed is ended by the coordinator alone.
-"""
-
-
 def outcome_of(
     *, is_coordinator: bool, stage: Stage, cause: Cause, storage: StorageState = "absent"
-) -> Row:
-    """Return the row of `TABLE` for a situation; pure."""
-    situation = ("coordinator" if is_coordinator else "member", stage, cause, storage)
-    return next(
-        row
-        for row in TABLE
-        if all(
-            pattern in {"*", value}
-            for pattern, value in zip(
-                (row.rank, row.stage, row.cause, row.storage), situation, strict=True
-            )
-        )
-    )
+) -> tuple[Action, bool]:
+    """Return what a rank raises, and whether it deletes the files of all ranks; pure.
+
+    No rank raises "failed" for a save that is, or may be, committed: a commit that is claimed is
+    ended by the coordinator alone.
+    """
+    # Without the report of every rank there is no commit.
+    if cause == "undecided" and stage != "writing":
+        return "raise with info" if storage == "committed" else "raise unknown", False
+    # The request that commits may still be in flight.
+    if stage == "committing" and cause in {"interrupt", "unexpected"}:
+        return "raise unknown", False
+    # A rank that hangs may still write. What failed in the commit has deleted its files itself.
+    may_discard = is_coordinator and stage == "writing" and cause in {"failure", "unexpected"}
+    return "raise", may_discard

@@ -36,7 +36,7 @@ from ckpt_storage.loads.tensors import (
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .items import MAKE_PLAIN, Items, LiveItems, fault_of, named_tensors, ties_of
-from .replicas import LocalSample, sample_of
+from .replicas import ReplicaSample, sample_of
 from .saveplanner import BoxSavePlanner
 
 _RENAME_KEY = "Names are joined by dots, and keys are spelt as text: rename one key."
@@ -142,7 +142,7 @@ class LocalPlan:
     items: Items
     ties: Mapping[str, str]
     structure: Structure | None
-    sample: Callable[[], LocalSample]
+    sample: Callable[[], ReplicaSample]
 
     @classmethod
     def of(

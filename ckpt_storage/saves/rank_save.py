@@ -33,7 +33,7 @@ from .planning import (
     metadata_to_cache,
     take_from_lowest,
 )
-from .replicas import Difference, LocalSample, ReplicaSample, find_differences
+from .replicas import Difference, ReplicaSample, find_differences
 from .session import SaveSession
 
 
@@ -82,7 +82,7 @@ class RankSave:
         self._packs = packs
         self._local: LocalPlan | None = None
         self._cached: CachedPlan | None = None
-        self._sample: LocalSample | None = None
+        self._sample: ReplicaSample | None = None
         self._sends_sample = False
         self._from_lowest: frozenset[str] = frozenset()
         self._metadata: Metadata | None = None
@@ -107,7 +107,7 @@ class RankSave:
                 plan=plan,
                 plan_id=plan_id,
                 digest=b"" if sample is None else sample.digest,
-                sample=sample.details() if sample and self._sends_sample else None,
+                sample=sample if self._sends_sample else None,
             )
         )
 

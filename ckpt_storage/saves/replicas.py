@@ -17,12 +17,12 @@ import torch
 
 from ckpt_storage.coordination.rank_names import spell_ranks
 from ckpt_storage.errors import RankMismatchError
-from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.crc import crc32c_of, crc32c_of_all
 from ckpt_storage.loads.tensors import PLAIN, declared_chunks
 from ckpt_storage.options import MIB, Replicas
 
-from .devices import byte_view
-from .items import fault_of, is_readable
+from .devices import as_integers, byte_view
+from .items import fault_of, is_as_stored
 
 log = logging.getLogger("ckpt_storage")
 
@@ -36,15 +36,10 @@ LARGE_BYTES = MIB
 Running statistics of a model are smaller, weights are larger.
 """
 
-_RAW_BYTES = 1024
-"""Up to this size the elements are kept, and their checksum is computed only when it is needed."""
-
 _MAX_LEAVES = 10_000
 """How many values inside a container are compared."""
 
 _NO_TENSOR = -1
-
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -62,32 +57,12 @@ class ReplicaSample:
     sizes: array[int]
     checksums: array[int]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSample:
-    """A sample before it is sent: of each value its elements if they are few, else a checksum.
-
-    Equal samples have equal digests, which take a fraction of the time of `details`.
-    """
-
-    names: Sequence[str]
-    sizes: Sequence[int]
-    pieces: Sequence[bytes]
-
     @property
     def digest(self) -> bytes:
-        """The digest of the sample."""
+        """The digest of the sample; equal samples have equal digests."""
         text = "\0".join(self.names).encode(errors="surrogatepass")
-        columns = (text, array("q", self.sizes).tobytes(), b"".join(self.pieces))
+        columns = (text, self.sizes.tobytes(), self.checksums.tobytes())
         return array("I", map(crc32c_of, columns)).tobytes()
-
-    def details(self) -> ReplicaSample:
-        """Return the sample by which the coordinator names the values that differ."""
-        return ReplicaSample(
-            names=tuple(self.names),
-            sizes=array("q", self.sizes),
-            checksums=array("I", map(crc32c_of, self.pieces)),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,73 +99,63 @@ def blocks_of(size_bytes: int) -> list[tuple[int, int]]:
     return [(start, start + BLOCK_BYTES) for start in starts]
 
 
-def sample_of(state: Mapping[str, Any]) -> LocalSample:
+def sample_of(state: Mapping[str, Any]) -> ReplicaSample:
     """Return the sample of a flat state; sharded tensors and subclasses are left out."""
-    names, sizes, pieces = list[str](), list[int](), list[bytes]()
+    names, sizes, checksums = list[str](), array("q"), array("I")
     on_devices: dict[torch.device, list[tuple[int, list[torch.Tensor]]]] = {}
     for name, value in state.items():
         # States have many small tensors: as few calls as there can be.
         if type(value) not in PLAIN or (value.__dict__ and declared_chunks(value) is not None):
             continue
-        size_bytes = value.nbytes
-        if is_readable(value):
-            if size_bytes <= _RAW_BYTES:
-                piece = string_at(value.data_ptr(), size_bytes) if size_bytes else b""
+        size_bytes, checksum = value.nbytes, 0
+        if is_as_stored(value):
+            first = value.data_ptr()
+            if size_bytes <= SAMPLE_BYTES:
+                checksum = crc32c_of(string_at(first, size_bytes))
             else:
-                first, ends = value.data_ptr(), blocks_of(size_bytes)
-                blocks = (string_at(first + start, stop - start) for start, stop in ends)
-                piece = _piece_of(size_bytes, blocks)
+                checksum = crc32c_of_all(
+                    string_at(first + start, stop - start) for start, stop in blocks_of(size_bytes)
+                )
         elif fault_of(value) is not None:
             continue
         elif value.is_cpu:
-            piece = _piece_of(size_bytes, map(byte_view, _pieces_of(value)))
+            checksum = crc32c_of_all(map(byte_view, _pieces_of(value)))
         else:
-            piece, sampled = b"", list(_pieces_of(value))
-            on_devices.setdefault(value.device, []).append((len(pieces), sampled))
+            sampled = list(_pieces_of(value))
+            on_devices.setdefault(value.device, []).append((len(names), sampled))
         names.append(name)
         sizes.append(size_bytes)
-        pieces.append(piece)
+        checksums.append(checksum)
     for tensors in on_devices.values():
         # One copy for all: each costs a round trip to the device.
         joined = torch.cat([block for _, sampled in tensors for block in sampled] or [_EMPTY]).cpu()
         lengths = [sum(block.numel() for block in sampled) for _, sampled in tensors]
         for (row, _), block in zip(tensors, torch.split(joined, lengths), strict=True):
-            pieces[row] = _piece_of(sizes[row], [byte_view(block)])
-    for name, checksum in values_of(state).items():
-        names.append(name)
-        sizes.append(_NO_TENSOR)
-        pieces.append(_packed(checksum))
-    return LocalSample(names=names, sizes=sizes, pieces=pieces)
+            checksums[row] = crc32c_of(byte_view(block))
+    return _with_values(names, sizes, checksums, values_of(state))
 
 
 def staged_sample(
     tensors: Iterable[tuple[str, memoryview]], values: Mapping[str, int]
-) -> LocalSample:
+) -> ReplicaSample:
     """Return the sample of tensors whose elements lie in memory in C order, and of other values."""
-    names, sizes, pieces = list[str](), list[int](), list[bytes]()
+    names, sizes, checksums = list[str](), array("q"), array("I")
     for name, memory in tensors:
         names.append(name)
         sizes.append(len(memory))
         blocks = (memory[start:stop] for start, stop in blocks_of(len(memory)))
-        pieces.append(_piece_of(len(memory), blocks))
-    return LocalSample(
-        names=[*names, *values],
-        sizes=[*sizes, *[_NO_TENSOR] * len(values)],
-        pieces=[*pieces, *map(_packed, values.values())],
+        checksums.append(crc32c_of_all(blocks))
+    return _with_values(names, sizes, checksums, values)
+
+
+def _with_values(
+    names: Sequence[str], sizes: array[int], checksums: array[int], values: Mapping[str, int]
+) -> ReplicaSample:
+    return ReplicaSample(
+        names=(*names, *values),
+        sizes=sizes + array("q", [_NO_TENSOR] * len(values)),
+        checksums=checksums + array("I", values.values()),
     )
-
-
-def _packed(checksum: int) -> bytes:
-    return checksum.to_bytes(4, "little")
-
-
-def _piece_of(size_bytes: int, blocks: Iterable[memoryview | bytes]) -> bytes:
-    if size_bytes <= _RAW_BYTES:
-        return b"".join(blocks)
-    checksum = 0
-    for block in blocks:
-        checksum = crc32c_of(block, checksum)
-    return _packed(checksum)
 
 
 def values_of(state: Mapping[str, Any]) -> dict[str, int]:
@@ -213,14 +178,9 @@ def _pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             elements = tensor.as_strided((tensor.numel(),), (1,))[first:last]
         else:
             at = torch.arange(first, last, device=tensor.device)
-            # Torch indexes not every kind of number, but integers of the same size.
-            is_lazy = tensor.is_conj() or tensor.is_neg()
-            integers = (
-                tensor if is_lazy else tensor.view(_INTEGER_OF_SIZE.get(item_bytes, tensor.dtype))
-            )
-            elements = integers
-            if integers.ndim:
-                elements = integers[torch.unravel_index(at, integers.shape)]
+            elements = as_integers(tensor)
+            if tensor.ndim:
+                elements = elements[torch.unravel_index(at, tensor.shape)]
             elements = elements.resolve_conj().resolve_neg().reshape(-1)
         if elements.numel():
             yield elements.view(torch.uint8)
@@ -260,7 +220,7 @@ def _spelt(value: object) -> Iterator[str]:
             yield item.ravel()[:BLOCK_BYTES].tobytes().hex()
         elif type(item) in PLAIN and fault_of(item) is None:  # type: ignore[arg-type]  # a tensor
             tensor: Any = item
-            yield _piece_of(tensor.nbytes, map(byte_view, _pieces_of(tensor.cpu()))).hex()
+            yield str(crc32c_of_all(map(byte_view, _pieces_of(tensor.cpu()))))
 
 
 def find_differences(

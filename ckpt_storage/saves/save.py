@@ -278,14 +278,14 @@ def _write_and_commit(
         cause, info = _cause_of(error), None
         if cause == "undecided" and stage != "writing":
             info = find_outcome(operation, session, error)
-        outcome = outcome_of(
+        action, discards = outcome_of(
             is_coordinator=operation.is_coordinator,
             stage=stage,
             cause=cause,
             storage="absent" if info is None else "committed",
         )
-        operation.must_discard = outcome.discards and operation.save_id is not None
-        if outcome.action == "raise":
+        operation.must_discard = discards and operation.save_id is not None
+        if action == "raise":
             raise
         reason = f"{type(error).__name__} ended rank {operation.global_rank} in its commit"
         if cause == "undecided":

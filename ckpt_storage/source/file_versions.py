@@ -38,20 +38,17 @@ class FileVersions:
     """
 
     of: Mapping[str, FileVersion] = field(default_factory=dict)
-    is_deep: bool = False
     is_listed: bool = True
 
     @classmethod
-    def of_listing(
-        cls, entries: Iterable[ObjectInfo], *, is_deep: bool, is_listed: bool = True
-    ) -> FileVersions:
+    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_listed: bool = True) -> FileVersions:
         """Return the versions of the files that hold values or describe them."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
             for entry in entries
             if entry.path.endswith(_MARKED)
         }
-        return cls(of=of, is_deep=is_deep, is_listed=is_listed)
+        return cls(of=of, is_listed=is_listed)
 
     def check(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if one of the files is gone or was written again.
@@ -74,8 +71,7 @@ class FileVersions:
         if is_small and all(side_by_side(store, stats)):
             return
         # A listing decides, as `stat` may report the time of an object with another precision.
-        entries = listed(store, recursive=self.is_deep)
-        now = FileVersions.of_listing(entries, is_deep=self.is_deep).of
+        now = FileVersions.of_listing(listed(store)).of
         for path in checked:
             if path not in now:
                 raise changed(store.url, path, "is gone")
@@ -83,7 +79,6 @@ class FileVersions:
                 raise changed(store.url, path, "was written again")
 
     def _is_unchanged(self, store: Store, path: str) -> bool:
-        """Return whether `stat` reports the version of the listing."""
         try:
             info = store.stat(path)
         except StorageError as error:

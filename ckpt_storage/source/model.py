@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from ckpt_storage.commit import publishing, slotlog
 from ckpt_storage.commit.slotlog import CommitLog
@@ -36,7 +36,6 @@ SourceFormat = Literal[
 ]
 
 
-_MAX_KEPT, _MAX_KEPT_BYTES = 8, 1 << 15
 _M = TypeVar("_M", Manifest, RankManifest)
 
 
@@ -316,19 +315,12 @@ def read_document(
 
 
 def _read(store: Store, reference: FileRef, save_id: str, kind: type[_M]) -> _M:
-    """Return a document of a save, parsed; small ones are cached, as no save rewrites them."""
-    cache, path = store.kept, reference.path
-    if cache is not None and (known := cache.get(reference)) is not None:
-        return cast("_M", known)
+    path = reference.path
     data = read_document(store, reference, save_id=save_id)
     document = kind.from_body(unseal(data, path=path), where=path)
     if document.save_id != save_id:
         what = f"{path} belongs to save {document.save_id}."
         raise FormatError(what, path=path, next_step=RESTORE)
-    if cache is not None and reference.size_bytes <= _MAX_KEPT_BYTES:
-        if len(cache) >= _MAX_KEPT:
-            cache.clear()
-        cache[reference] = document
     return document
 
 

@@ -39,7 +39,6 @@ _MAX_ATTEMPTS = 5
 
 
 def _committed(store: Store, options: TransferOptions) -> tuple[CommitLog, CommittedSource | None]:
-    """Return the slots, and the checkpoint at their head if there is one."""
     for attempts_left in reversed(range(_MAX_ATTEMPTS)):
         commit_log = slotlog.read_log(store, for_reader=True)
         if commit_log.head is None:
@@ -62,23 +61,16 @@ def open_source(store: Store, options: TransferOptions) -> Source:
     """Return the checkpoint at the root of `store`, of any writer.
 
     Costs two small reads, side by side, and the manifest for a checkpoint of ours. Otherwise the
-    folder is listed before the metadata of another writer is read; twice if files lie in folders.
+    folder is listed before the metadata of another writer is read.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
-    is_deep = False
     while True:
         commit_log, ours = _committed(store, options)
-        if ours is not None:
-            return ours
-        source = _open_foreign(store, commit_log, options, is_deep=is_deep)
-        if source is None:
-            continue
-        if is_deep or not any("/" in path for path in source.paths):
+        source = ours or _open_foreign(store, commit_log, options)
+        if source is not None:
             return source
-        # The listing comes first, so that it shows a save that ends before `.metadata` is read.
-        is_deep = True
 
 
 def open_newest(store: Store, options: TransferOptions) -> Source:
@@ -93,7 +85,7 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
 
 
 def _open_foreign(
-    store: Store, commit_log: CommitLog, options: TransferOptions, *, is_deep: bool
+    store: Store, commit_log: CommitLog, options: TransferOptions
 ) -> ForeignSource | None:
     """Return another writer's checkpoint; its files are listed before its metadata is read.
 
@@ -102,12 +94,12 @@ def _open_foreign(
     """
     is_listed = True
     try:
-        entries = listed(store, recursive=is_deep)
+        entries = listed(store)
     except UnsupportedByStoreError:
         entries, is_listed = _look_for_known_files(store), False
         if not entries:
             raise
-    versions = FileVersions.of_listing(entries, is_deep=is_deep, is_listed=is_listed)
+    versions = FileVersions.of_listing(entries, is_listed=is_listed)
 
     def read_stock() -> HeadRef | StockSource | None:
         content = publishing.read_stock(store)

@@ -269,11 +269,8 @@ class Backend(abc.ABC):
         """Delete at most 1,000 objects; an absent one is no error."""
 
     @abc.abstractmethod
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
-        """Begin an object in parts and return a token for the other calls.
-
-        copies: `copy_part` may be called, so ask the storage for checksums of parts.
-        """
+    def begin_upload(self, path: str, *, write_id: str) -> str:
+        """Begin an object in parts and return a token for the other calls."""
 
     @abc.abstractmethod
     def put_part(self, path: str, token: str, part: Part, data: Buffers, *, last: bool) -> str:
@@ -336,7 +333,7 @@ class Backend(abc.ABC):
         Raise `StorageError(kind="precondition")` for another version; for an absent object, raise
         it or do nothing. Raise `UnsupportedByStoreError` if the storage does not decide it.
         """
-        raise UnsupportedByStoreError(f"{path} of {version} is not deleted.", kind="unsupported")
+        raise UnsupportedByStoreError(f"{path} of {version} is not deleted.")
 
     def flush_parts(self, path: str, token: str) -> None:
         """Make the parts that this process has put durable, before another process completes.
@@ -363,7 +360,7 @@ class Backend(abc.ABC):
         Raise `IntegrityError` if the source's length is known and is not `copy.source_bytes`.
         """
         del token, copy
-        raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
+        raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.")
 
     def copy_object(self, path: str, source: CopySource, *, size_bytes: int) -> int | None:
         """Put a copy of another object of this storage; return its CRC-32C if reported.
@@ -374,7 +371,7 @@ class Backend(abc.ABC):
         size than `size_bytes`.
         """
         del source, size_bytes
-        raise UnsupportedByStoreError(f"{path} cannot be copied.", kind="unsupported")
+        raise UnsupportedByStoreError(f"{path} cannot be copied.")
 
     def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by putting and deleting an object."""
@@ -382,9 +379,7 @@ class Backend(abc.ABC):
         modified_s = self.stat(probe_path).modified_s
         self.delete([probe_path])
         if modified_s is None:
-            raise UnsupportedByStoreError(
-                "The storage reports no times of objects.", kind="unsupported"
-            )
+            raise UnsupportedByStoreError("The storage reports no times of objects.")
         return modified_s
 
     def explain(self, error: BaseException) -> StorageError | None:  # noqa: ARG002

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from operator import methodcaller
 from random import SystemRandom
 from typing import Literal, Self, TypedDict, TypeVar
 
@@ -143,7 +144,7 @@ class Calls:
         start_s, attempt = self._clock(), 1
         while True:
             try:
-                return self._once(operation, path, call, repeat=repeat, extra_s=extra_s)
+                return self._once(operation, path, call, repeat, extra_s)
             except StorageError as error:
                 failure = error
             if failure.kind == "throttled":
@@ -177,9 +178,8 @@ class Calls:
         operation: str,
         path: str,
         call: Callable[[Backend], T],
-        *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
+        repeat: Repeat,
+        extra_s: float,
     ) -> T:
         what, left_s = f"{operation} of {self.shown(path)}", self._left_s()
         if self._is_over():
@@ -259,7 +259,8 @@ class Calls:
             return
         try:
             if len(self._refreshed) == seen_count:
-                self._once("refresh of the credentials", "", lambda backend: backend.refresh())
+                refresh = methodcaller("refresh")
+                self._once("refresh of the credentials", "", refresh, "always", 0.0)
                 self._refreshed.append(None)
         finally:
             self._refreshing.release()

@@ -43,7 +43,7 @@ _NO_STORAGES = frozenset(
 )
 """What only reads, or wraps another file system."""
 
-READ_ONLY = frozenset({"http", "https", "tar", "zip"})
+READ_ONLY = frozenset({"http", "https", "zip"})
 """Of these, what `Location.to_read` takes."""
 
 _ENDPOINT_NAMES = {

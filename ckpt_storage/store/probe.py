@@ -104,7 +104,7 @@ def try_copy(store: Store, path: str, copy: PartCopy) -> bool:
     Some servers ignore the source, and keep an empty part that cannot be replaced.
     """
     length = min(copy.length, store.capabilities.copy_min_bytes or copy.length)
-    upload = store.upload(path + probe_path(), copies=True)
+    upload = store.upload(path + probe_path())
     try:
         upload.copy_part(replace(copy, number=0, offset=0, length=length))
     except StorageError as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 
 if TYPE_CHECKING:
-    from .backend import CopySource, PartCopy
+    from .backend import PartCopy
 
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
@@ -47,8 +47,6 @@ class UnreadableResponse(Exception):  # noqa: N818  # it never leaves this layer
 
 
 class _Meaning(NamedTuple):
-    """What a failure means for the user."""
-
     kind: str
     next_step: str
     retryable: bool
@@ -123,7 +121,7 @@ connection again: Check the address (endpoint_url), the network and that the ser
     azure.HttpResponseError azure.IncompleteReadError azure.ServiceRequestError
     azure.ServiceResponseError botocore.ConnectionError botocore.FlexibleChecksumError
     botocore.HTTPClientError botocore.IncompleteReadError builtins.ConnectionError
-    builtins.EOFError concurrent.CancelledError google.TransportError
+    builtins.EOFError ckpt_storage.ShortReadError concurrent.CancelledError google.TransportError
     http.HTTPException httpx.TransportError httpx2.TransportError paramiko.SSHException
     requests.ConnectionError socket.gaierror ssl.SSLError webdav4.BadGatewayError
 unsupported: This storage cannot do that; use another storage, or its native API.
@@ -244,7 +242,6 @@ def unless_absent() -> Iterator[None]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, outermost first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen and len(seen) < _CHAIN_LIMIT:
@@ -375,17 +372,17 @@ def check_source(copy: PartCopy, actual_bytes: int) -> None:
         raise damaged(copy.source.path, text, min(actual_bytes, end))
 
 
-def check_copied(source: CopySource, actual_bytes: int, wanted_bytes: int) -> None:
-    """Raise `IntegrityError` unless a whole object that was copied has the length of its source."""
+def check_copied(source: str, actual_bytes: int, wanted_bytes: int) -> None:
+    """Raise `IntegrityError` unless a whole object that is copied has the length of its source."""
     if actual_bytes != wanted_bytes:
-        text = f"{source.path} has {actual_bytes} bytes; {wanted_bytes} were written."
-        raise damaged(source.path, text, min(actual_bytes, wanted_bytes))
+        text = f"{source} has {actual_bytes} bytes; {wanted_bytes} were written."
+        raise damaged(source, text, min(actual_bytes, wanted_bytes))
 
 
 def unable(url: str, shown: str, what: str, next_step: str) -> UnsupportedByStoreError:
     """Return the error that the storage at `url` has no such call."""
     text = f"{url} {what}."
-    return UnsupportedByStoreError(text, kind="unsupported", path=shown, next_step=next_step)
+    return UnsupportedByStoreError(text, path=shown, next_step=next_step)
 
 
 def changed(path: str) -> StorageError:

@@ -103,7 +103,6 @@ def backend_of(location: Location, settings: Settings) -> Backend:
 _CLASSES = {
     "adlfs.AzureBlobFileSystem": "azure.AzureBackend",
     "fsspec.HTTPFileSystem": "web.WebBackend",
-    "fsspec.TarFileSystem": "archives.TarBackend",
     "gcsfs.GCSFileSystem": "gcs.GcsBackend",
     "s3fs.S3FileSystem": "s3.S3Backend",
 }
@@ -111,7 +110,6 @@ _CLASSES = {
 
 
 def _built_in(location: Location) -> Opener:
-    """Return the class of our own backend for a location."""
     backend = "local.LocalBackend"
     if not location.is_local:
         import fsspec  # noqa: PLC0415  # local users need none

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
+from typing import Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.names import path_flaw, unsafe_path_error
@@ -20,7 +20,6 @@ from .backend import (
     ObjectInfo,
     OpenUpload,
     Range,
-    ShortReadError,
 )
 from .calls import CallOptions, Calls, Repeat, nothing_was_done
 from .deadline import Deadline
@@ -54,9 +53,6 @@ class Store:
     says what it means; it holds no credentials. After kind "timeout" from a read or a part, its
     memory must not be used for anything else: an abandoned thread may still fill it.
     """
-
-    kept: MutableMapping[Hashable, Any] | None = None
-    """Cache of documents that never change, set after opening; None: no cache."""
 
     def __init__(
         self,
@@ -145,15 +141,7 @@ class Store:
 
     def tail(self, path: str, byte_count: int) -> Content:
         """Return the last bytes of an object, or all of a shorter one, and its version."""
-
-        def tail(backend: Backend) -> Content:
-            try:
-                return backend.tail(path, byte_count)
-            except ShortReadError:
-                # It was replaced by a shorter object.
-                return backend.tail(path, byte_count)
-
-        return self._run_read("read", path, tail)
+        return self._run_read("read", path, lambda backend: backend.tail(path, byte_count))
 
     def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; each attempt iterates over the ranges from the start.
@@ -325,12 +313,9 @@ class Store:
 
         self.calls.run(operation, path, put, repeat=repeat)
 
-    def upload(self, path: str, *, copies: bool = False) -> Upload:
-        """Begin an object in parts, at a write-once name; nothing is sent before the first part.
-
-        copies: `copy_part` may be called.
-        """
-        return Upload(self.calls, path, copies=copies)
+    def upload(self, path: str) -> Upload:
+        """Begin an object in parts, at a write-once name; nothing is sent before the first part."""
+        return Upload(self.calls, path)
 
     def join(self, path: str, token: str, *, write_id: str = "") -> Upload:
         """Join another process's upload of the same path.
@@ -361,18 +346,14 @@ class Store:
         With `only`, those for whose path it returns True, because a folder may be shared; uploads
         whose path the storage does not report stay then.
         """
-        folder = prefix.strip("/")
-
-        def clear(backend: Backend) -> int:
-            count = 0
-            for upload in backend.list_uploads(folder):
-                report_progress()
-                if only is None or (upload.path is not None and only(upload.path)):
-                    backend.abort_upload(upload.path or "", upload.token)
-                    count += 1
-            return count
-
-        return self.calls.run("abort of uploads", folder, clear)
+        uploads = [
+            upload
+            for upload in self.open_uploads(prefix)
+            if only is None or (upload.path is not None and only(upload.path))
+        ]
+        for upload in uploads:
+            self.abort_upload(upload)
+        return len(uploads)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as a source of copies within the storage; None without such copies."""
@@ -402,7 +383,6 @@ class Store:
         return self.capabilities.copy_min_bytes is not None and self._shares_scope(other)
 
     def _shares_scope(self, other: Store) -> bool:
-        """Return whether both lie where copies are possible, as in one bucket."""
         mine, theirs = self.copy_source(""), other.copy_source("")
         return mine is not None and theirs is not None and mine.scope == theirs.scope
 

@@ -36,8 +36,8 @@ _ABANDONED: set[_Worker] = set()
 # A child of fork has none of its parent's threads.
 os.register_at_fork(after_in_child=_ABANDONED.clear)
 
-_halted: set[int] = set()
-"""The daemon threads of a process that exits, by identifier."""
+_halted: set[threading.Thread] = set()
+"""The daemon threads of a process that exits. A new thread may get the identifier of an old one."""
 
 _serving = threading.local()
 
@@ -48,12 +48,12 @@ def halt_threads() -> None:
     As the interpreter exits, a thread that returns from C++ would crash the process. Threads of a
     save that a later handler of `atexit` makes are not parked.
     """
-    _halted.update(thread.ident or 0 for thread in threading.enumerate() if thread.daemon)
+    _halted.update(thread for thread in threading.enumerate() if thread.daemon)
 
 
 def park_if_exiting() -> None:
     """Block for ever if the interpreter is exiting and this is a daemon thread of before."""
-    if threading.get_ident() in _halted:
+    if _halted and threading.current_thread() in _halted:
         threading.Event().wait()
 
 

@@ -14,7 +14,6 @@ from ckpt_storage.errors import (
     CheckpointError,
     InvalidInputError,
     StorageError,
-    UnsupportedByStoreError,
 )
 from ckpt_storage.format.crc import crc32c_of_all
 
@@ -44,17 +43,11 @@ class Upload:
     """
 
     def __init__(
-        self,
-        calls: Calls,
-        path: str,
-        *,
-        copies: bool = False,
-        joined: str | None = None,
-        write_id: str = "",
+        self, calls: Calls, path: str, *, joined: str | None = None, write_id: str = ""
     ) -> None:
         self._calls, self._path, self._shown = calls, path, calls.shown(path)
         self._capabilities = calls.capabilities
-        self._copies, self._is_owner, self._token = copies, joined is None, joined
+        self._is_owner, self._token = joined is None, joined
         if joined is not None:
             self._check_shared()
         self.write_id = write_id or os.urandom(16).hex()
@@ -64,8 +57,6 @@ class Upload:
         self._lock = threading.Lock()
         # Held during the start, so that parts that are sent at once begin one upload.
         self._begin_lock = threading.Lock()
-        self._may_be_visible = False
-        self._is_flushed = False
         self._abandoned_part: Part | None = None
         self._state: _State = "open"
 
@@ -159,12 +150,11 @@ class Upload:
                 self._state = "closed"
             parts = [self._parts[number] for number in sorted(self._parts)]
         token = self._token
-        if token is not None and not self._is_flushed:
+        if token is not None:
             what = "flush of the parts"
             flush = methodcaller("flush_parts", self._path, token)
             sync_s = sum(part.size_bytes for part in parts) / SYNC_BYTES_PER_S
             self._calls.run(what, self._path, flush, repeat="unless-abandoned", extra_s=sync_s)
-            self._is_flushed = True
         return parts
 
     def complete(self, total_bytes: int, *, receipts: Sequence[Part] = ()) -> None:
@@ -196,34 +186,21 @@ class Upload:
     def abort(self) -> None:
         """Discard all parts, also after the phase's deadline, within `CLEAN_UP_S` seconds.
 
-        Idempotent. Only the owner discards; other members just stop.
+        Idempotent. Only the owner discards; other members just stop. After a completion with an
+        unknown outcome, the object may stay.
         """
         with self._lock:
             if self._state == "complete":
                 return
             self._state = "aborted"
             self._held = None
-        try:
-            self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
-        finally:
-            if self._may_be_visible:
-                self._delete_object()
-
-    def _delete_object(self) -> None:
-        try:
-            self._calls.cleaning_up().run("deletion", self._path, self._delete_if_ours)
-        except StorageError as error:
-            if error.kind not in {"not-found", "precondition"}:
-                raise
+        self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
 
     def _ensure_begun(self) -> str:
-        """Return the token; begin the upload if nobody has."""
         with self._begin_lock:
             if self._token is None:
                 self._check("open", "closed")
-                begin = methodcaller(
-                    "begin_upload", self._path, write_id=self.write_id, copies=self._copies
-                )
+                begin = methodcaller("begin_upload", self._path, write_id=self.write_id)
                 token: str = self._calls.run("start of the upload", self._path, begin)
                 self._token = token
             return self._token
@@ -257,7 +234,6 @@ class Upload:
 
     def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
         """Make the object visible; after a failure, read whether it is there all the same."""
-        self._may_be_visible = True
         try:
             self._calls.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
         except StorageError as failure:
@@ -287,17 +263,6 @@ class Upload:
             backend.leave_upload(self._path, token)
         elif token is not None:
             backend.abort_upload(self._path, token)
-
-    def _delete_if_ours(self, backend: Backend) -> None:
-        """Delete the object if this upload made it."""
-        info = backend.stat(self._path)
-        if info.write_id != self.write_id:
-            return
-        if info.version is not None:
-            with contextlib.suppress(UnsupportedByStoreError):
-                backend.delete_version(self._path, info.version)
-                return
-        backend.delete([self._path])
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:

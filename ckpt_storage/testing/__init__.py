@@ -1,1 +1,1 @@
-"""Test tools for users of this package: an S3 server with faults, and test suites for stores."""
+"""Test tools for authors of backends: the suite that every store passes, and faults."""

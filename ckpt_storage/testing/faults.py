@@ -1,4 +1,4 @@
-"""A backend that injects scripted faults; `posix_faults` does so for system calls.
+"""A backend that injects scripted faults.
 
     store = Store(FaultBackend(MemoryBackend(), [Rule(action="lost_answer")]), url="memory://x")
 

@@ -107,7 +107,7 @@ class UploadFacts:
         """An upload that other clients may join."""
         if not store.capabilities.tokens_travel:
             pytest.skip("the backend declares no tokens that travel")
-        return store.upload(_PATH, copies=True)
+        return store.upload(_PATH)
 
     @pytest.mark.parametrize("tail_bytes", [0, 1, 1000])
     def test_parts_arrive_whole(

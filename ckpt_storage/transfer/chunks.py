@@ -212,7 +212,6 @@ class _Plan:
         self._reads: list[ChunkRead] = []
 
     def add(self, read: ChunkRead) -> None:
-        """Plan one read."""
         place, where = read.place, read.where
         total = place.size_bytes
         if total != math.prod(read.chunk_sizes) * read.item_bytes:
@@ -287,7 +286,6 @@ class _Plan:
         self._reads.append(read)
 
     def ranges(self, turn: int | None) -> list[RangeRead]:
-        """Return the planned ranges, with neighbouring windows joined."""
         files = []
         for path in sorted(self._direct.keys() | self._windows.keys()):
             reads, windows = self._direct.get(path, []), self._windows.get(path, [])

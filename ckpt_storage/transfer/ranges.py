@@ -100,7 +100,6 @@ class _Run:
         )
 
     def go(self, reads: Sequence[RangeRead]) -> None:
-        """Do the reads."""
         batches = [[read] for read in reads]
         if self._max_count == 1:
             if not self._is_remote:
@@ -162,12 +161,10 @@ class _Run:
         read_twice(self._store, first.path, read)
 
     def check(self, path: str) -> None:
-        """Raise if the reads were cancelled."""
         if self.cancelled.is_set():
             raise CheckpointError(f"The read of {path} was cancelled.")
 
     def buffer(self) -> memoryview:
-        """Return a buffer for the longest read."""
         # One list operation is atomic, without a lock.
         try:
             return self.buffers.pop()

@@ -137,7 +137,6 @@ class Workers:
             )
 
     def _stuck(self, end: float) -> list[str]:
-        """Return the names of threads that still run at `end`."""
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return [thread.name for thread in self._threads if thread.is_alive()]

@@ -21,6 +21,7 @@ from dcp_cases import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from rank_pool import RankPool
 
 import ckpt_storage
 from ckpt_storage import FormatError
@@ -29,7 +30,6 @@ from ckpt_storage.format.boxes import Box
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor, select
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 

@@ -32,7 +32,7 @@ STATE: dict[str, Any] = {
 PIECES_HELD = "ckpt_storage.inspect.reading._PIECES_HELD"
 """How many pieces take all of the memory that an open checkpoint may: 256 MiB."""
 
-SLICES = [None, "-1", "1:,::2", "5:2", "::-2,...,::-1"]
+SLICES = [None, "-1", "1:,::2", "5:2", "::2,...,1::3"]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def test_files_have_the_elements_in_numpys_order(
         monkeypatch.setattr(PIECES_HELD, (256 << 20) // 100)
 
 
-@pytest.mark.parametrize("index", ["::-1", "::-2,...,::-1", "1,::-1,..."])
+@pytest.mark.parametrize("index", ["...", "::2,...,1:", "1,::3,..."])
 def test_no_more_than_a_piece_is_read_at_a_time(url: Path, index: str) -> None:
-    """Also of elements that are asked for in another order than they are stored in."""
+    """Each read is of at most the bytes that are asked for; together they are the elements."""
     array = STATE["deep"].numpy()
     with open_checkpoint(url) as checkpoint:
         wanted = parse_slice(index)
@@ -98,39 +98,25 @@ def test_types_that_numpy_lacks_and_single_elements_are_printed(url: Path) -> No
     found = call("cat", url, "half")
     assert found.exit_code == 0, found.output
     assert "..." in found.stdout
-    raw = call("cat", url, "half", "--form", "raw", "--slice", "::-1").stdout_bytes
-    assert raw == raw_bytes(STATE["half"].flip(0))
+    raw = call("cat", url, "half", "--form", "raw").stdout_bytes
+    assert raw == raw_bytes(STATE["half"])
     assert call("cat", url, "one").stdout == "2.5\n"
+    for name, values in (("one", 2.5), ("note", "hello")):
+        assert json.loads(call("cat", url, name, "--json").stdout)["values"] == values
     element = str(STATE["long"].numpy()[1, 2])
     assert call("cat", url, "long", "--slice", "1,2").stdout == f"{element}\n"
 
 
 def test_what_is_not_shown_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text takes no block between its corners; damage late in a tensor leaves a file as it was."""
-    big, out = tmp_path / "big", tmp_path / "out"
+    """Text takes no block between its corners; raw elements are all checked."""
+    big = tmp_path / "big"
     save({"w": seeded(1, 3000, 2000)}, big)
     (shard,) = big.glob("saves/*/*.distcp")
     flip(shard, shard.stat().st_size // 2)
-    out.mkdir()
-    (out / "kept").write_text("mine")
     monkeypatch.setattr(PIECES_HELD, 256)
-    for to in ([], ["-o", str(out / "kept")]):
-        assert call("cat", big, "w", "--form", "raw", *to).exit_code == 1
-    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("kept", "mine")]
+    assert call("cat", big, "w", "--form", "raw").exit_code == 1
     assert call("cat", big, "w").exit_code == 0
     shard.unlink()
     found = call("cat", big, "w", "--json")
     assert found.exit_code == 2
     assert "too many for JSON" in found.stderr
-
-
-def test_what_was_asked_for_goes_to_the_file_that_was_named(url: Path, tmp_path: Path) -> None:
-    """`-o` counts for every form; a folder that is not there is told in one line."""
-    for name, values in (("one", 2.5), ("note", "hello")):
-        told = call("cat", url, name, "--json", "-o", tmp_path / name)
-        assert (told.exit_code, told.stdout) == (0, "")
-        assert json.loads((tmp_path / name).read_text())["values"] == values
-    found = call("cat", url, "one", "-o", tmp_path / "none" / "file")
-    assert found.exit_code == 2
-    assert "cannot be written" in found.stderr
-    assert "unexpected" not in found.stderr

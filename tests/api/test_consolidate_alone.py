@@ -14,6 +14,7 @@ from consolidate_cases import INDEX, check, check_report, files_in
 from copy_cases import flip
 from dcp_cases import seeded
 from fault_tools import Opener
+from s3_server import S3Server
 
 import ckpt_storage
 import ckpt_storage.export.output
@@ -31,7 +32,6 @@ from ckpt_storage.store import Location, Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {f"w{i}": seeded(i, 600, 1024) for i in range(5)}
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from copy_cases import files_below, flip, head_of, load_stock, make, save, saved_stock
 from dcp_cases import Call, raw_bytes, same, seeded
+from s3_server import S3Server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +36,6 @@ from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB, Timeouts
 from ckpt_storage.store import open_store
 from ckpt_storage.store.monitor import StallDetector
-from ckpt_storage.testing.s3_server import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
 

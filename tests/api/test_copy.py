@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same
+from s3_server import S3Server
 from safetensors.torch import save_file
 
-from ckpt_storage import CheckpointManager, consolidate, copy, errors, open_checkpoint, verify
-from ckpt_storage.commit import fencing
+from ckpt_storage import CheckpointManager, consolidate, copy, errors, verify
+from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.attempt_files import delete_attempt
 from ckpt_storage.commit.deletion import delete
 from ckpt_storage.export.output import place_within
@@ -30,7 +31,6 @@ from ckpt_storage.store.backend import Content
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     store = open_store(target, sync_files=False)
     if kind == "fenced":
         store.make_folders(["commits"])
-        fencing.fence(store, [old_id])
+        cleaning.fence(store, [old_id])
     else:
         copy(source, target)
     if kind == "deleted":
@@ -123,28 +123,17 @@ def test_golden_checkpoints_of_several_ranks_can_be_copied_and_renamed(target: P
     assert found[0] == found[1]
 
 
-def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None:
-    """Byte for byte; what lies beside them is never believed by its length; readers go on."""
+def test_an_export_is_left_out_and_copied_by_its_own_url(source: Path, target: Path) -> None:
+    """The report of the checkpoint names it; by its URL all files in it are copied."""
     consolidate(source)
-    hf, config = source / "hf", source / "hf" / "config.json"
-    config.write_text('{"rope": 10000}')
+    hf = source / "hf"
+    (hf / "config.json").write_text('{"rope": 10000}')
     (hf / "original").mkdir()
     (hf / "original" / "params.json").write_text("[]")
     (source / "notes.txt").write_text("mine")
-    report = copy(source, target)
-    assert (report.exports, report.left_out) == (("hf",), ("notes.txt",))
-    config.write_text('{"rope": 50000}')
-
-    def marks() -> dict[Path, tuple[int, int]]:
-        found = {path: path.stat() for path in (target / "hf").rglob("*")}
-        return {path: (one.st_ino, one.st_mtime_ns) for path, one in found.items()}
-
-    kept = marks()
-    with open_checkpoint(target / "hf") as opened:
-        assert copy(source, target).exports == ("hf",)
-        assert opened.load()
-    changed = {path.name for path, mark in marks().items() if kept.get(path) != mark}
-    assert changed == {"config.json", "original", "params.json"}, "no weights, and no notes"
+    assert copy(source, target).left_out == ("hf/", "notes.txt")
+    assert not (target / "hf").exists()
+    copy(hf, target / "hf")
     old, new = (cases.files_below(root / "hf").items() for root in (source, target))
     # All is equal but the note of who holds the folder.
     assert {path for path, _ in old ^ new if not path.endswith("job.json")} == set()
@@ -153,10 +142,6 @@ def test_exports_of_the_same_save_go_with_it(source: Path, target: Path) -> None
     assert [(one.path, one.is_stale) for one in found.exports] == [("hf", False)]
     # A later export at the copy goes on from there.
     assert consolidate(target).sent_bytes == 0
-    # An export of an older save is not the checkpoint's, and stays behind.
-    cases.save(cases.state_of(4), source, overwrite=True)
-    report = copy(source, target.with_name("later"))
-    assert (report.exports, report.left_out) == ((), ("hf/", "notes.txt"))
 
 
 def test_every_flipped_bit_of_the_source_is_found_and_nothing_is_committed(
@@ -336,27 +321,6 @@ def test_a_bucket_with_other_options_is_not_copied_onto_itself(
         assert server.dump("bkt") == before
     copy("s3://bkt/x", tmp_path / "back", storage_options=one)
     assert same(cases.load_stock(cases.state_of(1), tmp_path / "back"), cases.state_of(1))
-
-
-def test_a_damaged_export_does_not_cost_the_copy(source: Path, target: Path) -> None:
-    """The checkpoint is committed and sound; the export is not complete, with the reason."""
-    consolidate(source)
-    cases.flip(source / "hf" / "model.safetensors", -1)
-    for _ in range(2):
-        report = copy(source, target)
-        assert report.exports == ()
-        assert report.left_out == ("hf",)
-        ((path, reason),) = report.failed_exports.items()
-        assert path == "hf"
-        assert "model.safetensors" in reason
-        found = verify(target)
-        assert (found.ok, [one.path for one in found.exports if one.is_unfinished]) == (
-            True,
-            ["hf"],
-        )
-    cases.flip(source / "hf" / "model.safetensors", -1)
-    assert copy(source, target).exports == ("hf",)
-    assert verify(target).ok
 
 
 @pytest.mark.parametrize("kind", ["dcp", "safetensors", "unindexed"])

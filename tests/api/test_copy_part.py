@@ -17,14 +17,14 @@ import pytest
 import spec_reader
 from dcp_cases import same, seeded
 from part_cases import KEPT, KEPT_FQNS, LARGE, STATE, holds, save
+from rank_pool import run_ranks
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import copy, errors, list_checkpoints, open_checkpoint, verify
 from ckpt_storage.commit import attempt
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.ranks import run_ranks
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import dcp_cases
 import pytest
 import torch
 from dcp_cases import files_below, same, seeded, zeros_like
+from rank_pool import RankPool
 
 from ckpt_storage import FormatError, IntegrityError, VerifyReport, save, verify
 from ckpt_storage.inspect.checks import Problem
-from ckpt_storage.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from copy_cases import saved_stock
 from damage_cases import load_failure
 from dcp_cases import files_below, zeros_like
+from s3_server import S3Server
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -27,7 +28,6 @@ from ckpt_storage import CheckpointStorageReader as Reader
 from ckpt_storage import CheckpointStorageWriter as Writer
 from ckpt_storage import RetryPolicy, errors, open_checkpoint
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {"w": torch.ones(4), "step": 1}
 NOBODY = 65_534

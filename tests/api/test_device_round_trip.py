@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from dcp_cases import same
+from s3_server import S3Server
 
 import ckpt_storage
-from ckpt_storage.testing.s3_server import S3Server
 
 DEVICES = [
     "cpu",

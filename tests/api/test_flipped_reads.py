@@ -8,13 +8,13 @@ from typing import Any
 
 import flipped_reads as flips
 import pytest
+import s3_server
 import torch
 from flipping_server import FlippingServer
 
 from ckpt_storage import IntegrityError, load, save, verify
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.testing import s3_server
 from ckpt_storage.transfer.objects import read_twice
 
 

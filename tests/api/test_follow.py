@@ -16,10 +16,10 @@ import pytest
 from cli_tools import call
 from dcp_cases import seeded
 from limits import HANG_S
+from s3_server import FaultRule, S3Server
 
 import ckpt_storage
 from ckpt_storage import CheckpointInfo, InvalidInputError, follow
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 POLL_S = 0.01
 

@@ -11,6 +11,7 @@ import pytest
 import spec_reader
 import torch
 from dcp_cases import seeded
+from rank_pool import run_ranks
 from saver_cases import quick_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -21,7 +22,6 @@ from ckpt_storage.format.documents import unseal
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.saves.groups import choose_groups
 from ckpt_storage.saves.shardfile import ShardFileWriter
-from ckpt_storage.testing.ranks import run_ranks
 
 MIB = 1 << 20
 

@@ -304,7 +304,7 @@ def test_what_is_being_loaded_or_saved_is_not_pruned(
                 reports.append(cases.pruned(manager))
             load(state, url, **options)
 
-        monkeypatch.setattr("ckpt_storage.manager.manager.load_chosen", slow)
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
         assert cases.restore(manager).step == 1
         kept = {decision.step: decision.reasons for decision in reports[0].kept}
         assert kept[1] == ("it is being loaded",)
@@ -525,7 +525,7 @@ def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
     if is_checked:
         monkeypatch.setattr(RangeReader, "run", slow_run)
     else:
-        monkeypatch.setattr("ckpt_storage.manager.manager.load_chosen", slow_load)
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow_load)
     with cases.manager_of(tmp_path) as manager:
         found = manager.restore(state := cases.blank(), check="deep" if is_checked else "read")
     assert found is not None
@@ -558,7 +558,7 @@ def test_what_is_overwritten_again_and_again_is_an_error(
     cases.saved(tmp_path, 2)
     with cases.manager_of(tmp_path) as manager:
         slow = mock.Mock(side_effect=lambda *_, **__: overwrite(tmp_path, 3))
-        monkeypatch.setattr("ckpt_storage.manager.manager.load_chosen", slow)
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
         with pytest.raises(errors.CheckpointInProgressError, match="was replaced 6 times"):
             manager.restore(cases.blank())
 

@@ -14,12 +14,12 @@ import torch
 from cli_tools import call
 from dcp_cases import save as save_by_dcp
 from dcp_cases import seeded
+from s3_server import FaultRule, S3Server
 from saver_cases import quick_saver
 
 import ckpt_storage
 from ckpt_storage import AsyncSaver, OperationStats
 from ckpt_storage.observe.stats import RankTiming
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 STATE: dict[str, Any] = {"weight": seeded(1, 100_000), "step": 7}
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import cleaned
+from posix_faults import FaultPosix
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -29,7 +30,6 @@ from ckpt_storage.errors import CheckpointGoneError, CommitConflictError
 from ckpt_storage.inspect import verify as verification
 from ckpt_storage.source import model
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.posix_faults import FaultPosix
 
 ROUNDS = 30
 

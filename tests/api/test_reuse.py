@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
 from limits import HANG_S
+from rank_pool import run_ranks
 from reuse_cases import BASE, COUNT, files_of, is_loaded, linked, manifests_of, state_of
 from saver_cases import quick_saver
 
@@ -28,7 +29,6 @@ from ckpt_storage import (
     open_checkpoint,
 )
 from ckpt_storage.format.rank_manifest import NO_HASH
-from ckpt_storage.testing.ranks import run_ranks
 
 pytest.importorskip("xxhash", reason="the extra `reuse`")
 

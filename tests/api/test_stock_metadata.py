@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, zeros_like
+from rank_pool import run_ranks
 from report_tools import SAVE_ID, Written, reports_of
+from s3_server import S3Server
 from saver_cases import quick_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,8 +25,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import ckpt_storage
 from ckpt_storage import CheckpointStorageWriter, InvalidInputError
 from ckpt_storage.commit.assembly import entries_of
-from ckpt_storage.testing.ranks import run_ranks
-from ckpt_storage.testing.s3_server import S3Server
 
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3),

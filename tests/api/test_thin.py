@@ -15,12 +15,12 @@ import dcp_cases
 import pytest
 import spec_reader
 from part_cases import KEPT, KEPT_FQNS, LARGE, STATE, holds, save
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import errors, list_checkpoints, open_checkpoint, thin, verify
 from ckpt_storage.commit import attempt, cleaning
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture

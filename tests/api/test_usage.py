@@ -9,10 +9,10 @@ import pytest
 from cli_tools import answer, call
 from copy_cases import saved_stock, state_of
 from part_cases import save
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import StorageUsage, copy, list_checkpoints, thin
-from ckpt_storage.testing.s3_server import S3Server
 
 
 def usage_of(path: Path) -> StorageUsage:

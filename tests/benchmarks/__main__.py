@@ -24,9 +24,8 @@ import torch.multiprocessing as mp
 from bandwidth import Bandwidth
 from bucket import CountingServer
 from measure import Comparison
+from s3_server import FaultRule
 from scenarios import SCENARIOS, measure
-
-from ckpt_storage.testing.s3_server import FaultRule
 
 
 def main() -> None:

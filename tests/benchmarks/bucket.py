@@ -10,9 +10,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 from bandwidth import Bandwidth
-
-from ckpt_storage.testing.s3_objects import Answer, Request
-from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
+from s3_objects import Answer, Request
+from s3_server import FaultRule, RequestRecord, S3Server
 
 _START_S = 60.0
 _COPIES = frozenset({"copy", "part_copy"})

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from workload import Sharding, State, own_views
 
 import ckpt_storage
-from ckpt_storage.store.backends.s3 import S3Backend
 
 _SLICED = "layers.0.w1"
 _SLICED_ROWS = 256
@@ -298,10 +296,6 @@ def _export(bench: Bench, what: str, sharding: Sharding) -> Comparison:
         if rank == 0:
             ours(first)
 
-    def without_copies() -> None:
-        with mock.patch.object(S3Backend, "copy_source", return_value=None):
-            ours()
-
     def clear() -> None:
         bench.clear("export-hf")
 
@@ -310,9 +304,6 @@ def _export(bench: Bench, what: str, sharding: Sharding) -> Comparison:
         Contender(name="ckpt_storage", run=ours, after=clear),
         Contender(name="ckpt_storage, rank 0 alone", run=alone, after=clear),
     ]
-    if "://" in bench.url:
-        name = "ckpt_storage, no server-side copies"
-        contenders.append(Contender(name=name, run=without_copies, after=clear))
     if bench.with_peers and "://" not in bench.url:
         source, output = bench.at("export-torch"), bench.at("export-torch-hf")
         writer = dcp.HuggingFaceStorageWriter(source, save_distributed=True)

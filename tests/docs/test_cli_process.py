@@ -21,9 +21,8 @@ import pytest
 from cli_tools import make_run, process
 from integration_tools import finish, torchrun
 from limits import HANG_S
+from s3_server import FaultRule, S3Server
 from safetensors.torch import load_file
-
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
 from fault_tools import each_fault
 from local_stores import local_store
+from posix_faults import FaultPosix
+from s3_server import CrashWhen, FaultRule, S3Server, crash_rules
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage.saves.session
@@ -37,8 +39,6 @@ from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3_server import CrashWhen, FaultRule, S3Server, crash_rules
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from fork_server import ForkServer, exit_codes
 from limits import HANG_S, SLACK_S
+from s3_server import S3Server
 from saver_cases import Hold, is_alive, state_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -34,7 +35,7 @@ from ckpt_storage.coordination.keyvalue import (
     StoreAddress,
     StoreClient,
 )
-from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.store.threads import halt_threads, park_if_exiting
 
 
 class Slow(DefaultSavePlanner):
@@ -114,6 +115,39 @@ def test_a_save_in_a_handler_of_the_exit_is_made(
     codes, _, errors = fork_server.run(tmp_path, _save_at_exit, tmp_path, mode, count=2)
     assert codes == [0, 0], errors
     assert [info.name for info in list_checkpoints(tmp_path)] == ["before", "last"]
+
+
+def _reuse_identifier(_: int) -> None:
+    """Begin a thread as the process exits, with the identifier of a thread that has ended since."""
+    ended, has_run = threading.Event(), threading.Event()
+    old = threading.Thread(target=ended.wait, daemon=True)
+    old.start()
+    halt_threads()
+    ended.set()
+    old.join()
+
+    def run() -> None:
+        park_if_exiting()
+        has_run.set()
+
+    for _ in range(1_000):
+        has_run.clear()
+        new = threading.Thread(target=run, daemon=True)
+        new.start()
+        if new.ident == old.ident:
+            break
+        new.join()
+    else:
+        _say("no thread got the identifier")
+    _say(has_run.wait(10.0))
+
+
+def test_a_thread_with_the_identifier_of_a_parked_thread_is_not_parked(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The system gives the identifier of a thread that has ended to a new thread."""
+    codes, said, errors = fork_server.run(tmp_path, _reuse_identifier)
+    assert (codes, said) == ([0], ["True"]), errors
 
 
 class _Finalized:

@@ -18,11 +18,11 @@ from dcp_cases import seeded
 from fault_ranks import Line
 from fork_server import ForkServer, exit_codes
 from limits import SLACK_S
+from s3_server import FaultRule, S3Server
 from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage.store.threads import abandoned_thread_count
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 pytestmark = pytest.mark.deadline
 

@@ -16,9 +16,9 @@ import pytest
 import saver_cases as cases
 from fork_server import ForkServer
 from limits import HANG_S, SLACK_S
+from rank_pool import RankPool
 
 from ckpt_storage import RankFailedError, SaveState, list_checkpoints
-from ckpt_storage.testing.ranks import RankPool
 
 PATIENCE_S = 2.0
 """A wait that takes longer than this, though its process is dead, is called blocked."""

@@ -16,6 +16,8 @@ import pytest
 from dcp_cases import same, seeded
 from fault_tools import Faulty, Racing, ScriptedBackends, each_fault
 from local_stores import local_store
+from posix_faults import FaultPosix
+from s3_server import FaultRule, S3Server, crash_rules
 from servers import Running
 
 import ckpt_storage
@@ -25,8 +27,6 @@ from ckpt_storage.errors import CheckpointInProgressError, StorageError
 from ckpt_storage.store import Location, abilities
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action, Script, SimulatedCrash
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 pytest.importorskip("xxhash", reason="the extra `reuse`")
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from dcp_cases import same
 from limits import HANG_S
+from rank_pool import RankPool
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_storage
@@ -25,7 +26,6 @@ from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.commit import assembly
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.saves import session, shards
-from ckpt_storage.testing.ranks import RankPool
 
 
 def _saved_in(folder: Path) -> set[str]:

@@ -17,11 +17,11 @@ import saver_cases as cases
 import torch.distributed as dist
 from dcp_cases import same
 from limits import HANG_S, SLACK_S
+from rank_pool import RankPool
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
 from ckpt_storage.background import worker_process
 from ckpt_storage.coordination.failure_detector import FailureDetector
-from ckpt_storage.testing.ranks import RankPool
 
 Cell = tuple[cases.Where, int]
 

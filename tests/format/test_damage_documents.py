@@ -16,12 +16,12 @@ import pytest
 import torch
 from damage_cases import KINDS, Checkpoint, check_other_values, document, load_failure
 from dcp_cases import same, zeros_like
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, FormatError, InvalidInputError, UnsafeContentError, verify
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {
     "w": torch.arange(6.0).reshape(2, 3),

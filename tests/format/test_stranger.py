@@ -19,6 +19,7 @@ import dcp_cases
 import pytest
 import spec_reader
 import torch
+from rank_pool import RankPool
 
 from ckpt_storage import (
     CheckpointGoneError,
@@ -33,7 +34,6 @@ from ckpt_storage import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import seal, unseal
 from ckpt_storage.format.names import slot_path
-from ckpt_storage.testing.ranks import RankPool
 
 Change = Callable[[Any], object]
 

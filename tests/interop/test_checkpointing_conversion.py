@@ -17,6 +17,7 @@ from cli_tools import answer
 from fork_server import run_script
 from hostile_names import UNSAFE, tree
 from integration_tools import ROOT, need
+from s3_server import S3Server
 from safetensors.torch import load_file
 
 import ckpt_storage
@@ -27,7 +28,6 @@ from ckpt_storage import (
     UnsafeContentError,
 )
 from ckpt_storage.export.conversion import TargetFormat
-from ckpt_storage.testing.s3_server import S3Server
 
 need("torch_checkpointing")
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from fork_server import run_script
 from integration_tools import EXAMPLES, ROOT, need
+from s3_server import S3Server
 
 import ckpt_storage
-from ckpt_storage.testing.s3_server import S3Server
 
 need("accelerate")
 need("peft")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from copy_cases import flip
 from integration_tools import EXAMPLES, finish, finish_all, need, sound, torchrun
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage import CheckpointExistsError, CommitConflictError, IntegrityError
-from ckpt_storage.testing.s3_server import S3Server
 
 need("torch_checkpointing")
 
@@ -185,15 +185,15 @@ def test_a_flipped_bit_anywhere_is_named(tmp_path: Path) -> None:
 
 
 def test_tools_know_these_checkpoints(tmp_path: Path) -> None:
-    """A copy is loaded by their loader; entries are their files; deletion deletes."""
+    """A copy is loaded by their loader; entries are their files; none is there after deletion."""
     run({"url": str(tmp_path / "run"), "steps": [1]})
     with ckpt_storage.open_checkpoint(tmp_path / "run" / "step-1") as checkpoint:
         names = {entry.fqn for entry in checkpoint.entries()}
     assert names == {"files.model_0.pt", "files.metadata.pkl"}
     ckpt_storage.copy(tmp_path / "run" / "step-1", tmp_path / "copy" / "step-1")
     assert run({"url": str(tmp_path / "copy"), "load": 1})["is_equal"]
-    make_storage(tmp_path / "copy").rmdir(tmp_path / "copy" / "step-1")
-    assert ckpt_storage.list_checkpoints(tmp_path / "copy") == []
+    assert ckpt_storage.delete(tmp_path / "copy" / "step-1")
+    assert not make_storage(tmp_path / "copy").exists(tmp_path / "copy" / "step-1")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -216,9 +216,11 @@ def test_a_large_file_has_several_chunks_and_any_range_is_read(tmp_path: Path) -
     commit(storage, folder)
     commit(storage, folder)
     reader = make_storage(tmp_path)
-    assert reader.ls(tmp_path) == ["step-1"]
-    assert reader.ls(folder) == ["empty.bin", "sub"]
-    assert (reader.isdir(folder / "sub"), reader.isdir(folder / "empty.bin")) == (True, False)
+    assert [reader.exists(folder / name) for name in ("sub", "empty.bin", "none")] == [
+        True,
+        True,
+        False,
+    ]
     assert reader.read(folder / "empty.bin") == b""
     assert reader.read(folder / "sub" / "large.bin") == data
     ranged = ReadArgs(pre_read_full_file=False)
@@ -281,6 +283,13 @@ def test_a_temporary_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ckpt_storage.InvalidInputError, match="write_to_temp_dir=False"):
         manager.save(str(tmp_path / "step-1"), {"step": 1})
     assert ckpt_storage.list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["delete", "rmdir", "ls", "isdir", "glob"])
+def test_what_their_savers_do_not_call_is_refused(tmp_path: Path, method: str) -> None:
+    """An error names the functions of this package that list and delete checkpoints."""
+    with pytest.raises(ckpt_storage.StorageError, match=r"Use ckpt_storage\.delete and"):
+        getattr(make_storage(tmp_path), method)(tmp_path / "step-1")
 
 
 def test_the_seam_is_the_one_that_this_was_written_for() -> None:

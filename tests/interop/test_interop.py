@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, seeded, zeros_like
 from on_ranks import on_ranks
+from rank_pool import RankPool
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,7 +36,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 from fork_server import run_script
+from s3_server import S3Server
 from safetensors.torch import load
 from test_integration_torchtitan import SUPPORT, titan_environment
-
-from ckpt_storage.testing.s3_server import S3Server
 
 JOB = """
 import json

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same
+from rank_pool import RankPool
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -37,7 +38,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map
 
 import ckpt_storage
-from ckpt_storage.testing.ranks import RankPool
 
 Kind = Literal["stock", "ours"]
 KINDS: tuple[Kind, ...] = ("stock", "ours") if os.environ.get("CKPT_STORAGE_STOCK") else ("ours",)

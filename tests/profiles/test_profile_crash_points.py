@@ -7,10 +7,10 @@ import contextlib
 import pytest
 from commit_tools import IN_TURN, take_in_turn
 from profiles import Service, profile_server, service
+from s3_server import crash_rules
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.backends.s3 import S3Backend
-from ckpt_storage.testing.s3_server import crash_rules
 
 __all__ = ["profile_server", "service"]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from limits import HANG_S
 from profiles import Service, message_of, profile_server, service, state_of
+from s3_server import FaultRule
 from safetensors.torch import load_file
 
 import ckpt_storage
 from ckpt_storage import StorageError
-from ckpt_storage.testing.s3_server import FaultRule
 
 __all__ = ["profile_server", "service"]
 

@@ -13,11 +13,10 @@ from typing import ClassVar, TypeAlias
 
 import pytest
 from profiles import Service, running, small_parts
+from s3_rules import Profile
+from s3_server import S3Server
 from servers import Running
 from suites import ProbedSuite
-
-from ckpt_storage.testing.s3_rules import Profile
-from ckpt_storage.testing.s3_server import S3Server
 
 Started: TypeAlias = Callable[[Profile], S3Server]
 

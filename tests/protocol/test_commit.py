@@ -16,6 +16,7 @@ import commit_tools as tools
 import pytest
 from commit_model import SCENARIOS, Scenario, check_schedules
 from local_stores import local_store
+from posix_faults import FaultPosix
 
 from ckpt_storage import errors
 from ckpt_storage.commit import slotlog
@@ -24,7 +25,6 @@ from ckpt_storage.store.backend import Buffers, Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -16,6 +16,7 @@ from fault_tools import each_fault
 from hypothesis import given
 from hypothesis import strategies as st
 from local_stores import local_store
+from s3_server import S3Server
 
 from ckpt_storage import errors
 from ckpt_storage.commit import attempt_files, cleaning, deletion, publishing
@@ -25,7 +26,6 @@ from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Backend, Capabilities, ObjectInfo
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @tools.BOTH

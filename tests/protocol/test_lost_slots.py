@@ -11,6 +11,7 @@ from typing import Any
 import commit_tools as tools
 import pytest
 import torch
+from s3_server import S3Server
 
 from ckpt_storage import errors, load, save, verify
 from ckpt_storage.commit import attempt, publishing, slotlog
@@ -19,7 +20,6 @@ from ckpt_storage.format.names import STOCK_METADATA, slot_path
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 SUBSETS = [lost for count in (1, 2, 3) for lost in itertools.combinations((1, 2, 3), count)]
 

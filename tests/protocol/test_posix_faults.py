@@ -18,13 +18,13 @@ import pytest
 from fault_tools import each_fault
 from limits import HANG_S
 from local_stores import error_of, local_store
+from posix_faults import FaultPosix
+from power_cuts import PowerCutPosix
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.power import PowerCutPosix
 
 NAME = "saves/x"
 OLD = b"old content " * 3

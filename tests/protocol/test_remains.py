@@ -14,6 +14,8 @@ from pathlib import Path
 import commit_tools as tools
 import pytest
 from local_stores import local_store
+from posix_faults import FaultPosix
+from s3_server import S3Server
 
 from ckpt_storage import StorageError
 from ckpt_storage.commit import attempt, cleaning, deletion, publishing
@@ -24,8 +26,6 @@ from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3_server import S3Server
 
 DAY_S = 24 * 3600
 

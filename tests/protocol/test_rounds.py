@@ -522,23 +522,23 @@ def test_a_cancel_whose_request_is_overtaken_by_the_save_fails_no_commit(cancell
 # Loads.
 
 
-def load(ranks: RankGroup, timeouts: Timeouts = LONG) -> Any:
+def load(ranks: RankGroup, timeouts: Timeouts = LONG, *, is_read: bool = False) -> Any:
     """Run an operation that only reads; return what it read, or the error."""
     try:
         with ranks.operation(f"the load from {LAST}", timeouts=timeouts) as operation:
-            identity = Identity(kind="the load", url=LAST, is_read=True)
-            return operation.meet(TERMS, identity=identity, decide=lambda _: "read")
+            operation.identify(Identity(kind="the load", url=LAST, is_read=is_read))
+            return operation.meet(TERMS, decide=lambda _: "read")
     except CheckpointError as error:
         return error
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_load_that_one_rank_began_alone_fails_no_load_of_all(alone: int) -> None:
+def test_a_choice_that_one_rank_began_alone_fails_no_choice_of_all(alone: int) -> None:
     """Ranks that come to a number which another rank left after its deadline take the next."""
-    ranks = group(SharedStore(), 3)
-    (ended,) = values(run([ranks[alone]], partial(load, timeouts=SHORT))[:1])
+    ranks, choose = group(SharedStore(), 3), partial(load, is_read=True)
+    (ended,) = values(run([ranks[alone]], partial(choose, timeouts=SHORT))[:1])
     assert isinstance(ended, PhaseTimeoutError)
-    assert values(run(ranks, load)) == ["read"] * 3
+    assert values(run(ranks, choose)) == ["read"] * 3
 
 
 def test_calls_that_a_rank_was_late_for_are_no_later_calls() -> None:

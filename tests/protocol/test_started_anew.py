@@ -44,7 +44,8 @@ def tried(ranks: RankGroup, url: str, value: int, timeouts: Timeouts = LONG) -> 
     """Run one operation; return the values of all ranks, or the error."""
     try:
         with ranks.operation("the save to x", timeouts=timeouts) as operation:
-            operation.meet(threads.TERMS, identity=Identity(kind="the save", url=url))
+            operation.identify(Identity(kind="the save", url=url))
+            operation.meet(threads.TERMS)
             return operation.all_gather(value)
     except CheckpointError as error:
         return error
@@ -142,7 +143,8 @@ def test_a_cancel_in_an_old_session_fails_the_operation_in_the_new_one() -> None
     def save() -> None:
         with member.operation("the save to x", timeouts=LONG) as operation:
             operations.append(operation)
-            operation.meet(threads.TERMS, identity=Identity(kind="the save", url="/x"))
+            operation.identify(Identity(kind="the save", url="/x"))
+            operation.meet(threads.TERMS)
             assert cancelled.wait(HANG_S)
             operation.barrier()
 

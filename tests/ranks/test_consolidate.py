@@ -26,6 +26,8 @@ from dcp_cases import assert_holds, cut, seeded
 from front_door_cases import caught
 from limits import HANG_S, SLACK_S
 from on_ranks import gathered, on_ranks
+from rank_pool import RankPool
+from s3_server import S3Server
 from safetensors import safe_open
 from saver_cases import quick_saver
 from test_dcp_memory import peak_mib
@@ -45,8 +47,6 @@ from ckpt_storage.export.copy import copy
 from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.options import ProgressEvent, Timeouts
 from ckpt_storage.store.upload import Upload
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import S3Server
 
 MIB = 1 << 20
 SILENCE_S = 2.0

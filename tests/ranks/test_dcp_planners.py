@@ -26,6 +26,7 @@ from dcp_cases import (
     raw_bytes,
     refused,
     resolving,
+    same,
     seeded,
 )
 from limits import HANG_S
@@ -106,13 +107,26 @@ def test_what_a_planner_gets_wrong_is_told_and_nothing_commits(tmp_path: Path) -
     assert list_checkpoints(tmp_path) == []
 
 
+def replicate(plan: Callable[..., Planned], plans: list[SavePlan]) -> Planned:
+    """Make a global plan by which each rank writes all its values twice."""
+    return [replace(each, items=each.items * 2) for each in plans], plan(plans)[1]
+
+
+@on_ranks(3)
+def test_a_part_of_a_checkpoint_with_replicas_is_copied(rank: int, tmp_path: Path) -> None:
+    """The copy of some values is sound and loads, though several ranks wrote each of them."""
+    dcp_cases.save(dict(STATE), tmp_path / "run", planner=planner(create_global_plan=replicate))
+    if rank == 0:
+        ckpt_storage.copy(tmp_path / "run", tmp_path / "part", exclude="v")
+        assert verify(tmp_path / "part").problems == []
+        with ckpt_storage.open_checkpoint(tmp_path / "part") as checkpoint:
+            assert checkpoint["step"] == 3
+            assert same(checkpoint["w"].torch(), STATE["w"])
+
+
 @on_ranks(3)
 def test_replicas_count_once(tmp_path: Path) -> None:
     """A value that lies twice in the files of each of three ranks loads from one of them."""
-
-    def replicate(plan: Callable[..., Planned], plans: list[SavePlan]) -> Planned:
-        return [replace(each, items=each.items * 2) for each in plans], plan(plans)[1]
-
     dcp_cases.save(dict(STATE), tmp_path, planner=planner(create_global_plan=replicate))
     files = list(tmp_path.rglob("*.distcp"))
     assert sum(file.read_bytes().count(raw_bytes(seeded(1, 40, 30))) for file in files) == 6

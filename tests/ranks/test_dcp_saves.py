@@ -22,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import assert_holds, cut, errors_by_rank, planner, refused, same, seeded, zeros_like
 from limits import HANG_S
 from on_ranks import gathered, on_ranks
+from rank_pool import RankPool
+from s3_server import S3Server
 from torch.distributed.checkpoint import _async_process_executor as process_mode
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -31,8 +33,6 @@ import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, errors, list_checkpoints
 from ckpt_storage.store import Location
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import S3Server
 
 
 def state_of(step: int) -> dict[str, Any]:

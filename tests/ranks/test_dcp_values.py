@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import assert_holds, cut, freed, raw_bytes, refused, same, seeded, zeros_like
 from on_ranks import on_ranks
+from rank_pool import RankPool
 from saver_cases import quick_saver, save_spoilt
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -39,7 +40,6 @@ from ckpt_storage.loads import tensors
 from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.testing.ranks import RankPool
 
 NAMES = [name for name in DTYPES if not name.startswith("bits")]
 """All kinds but those for which torch's own planner raises (it asks for their integer range)."""

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import seeded
 from limits import HANG_S
 from on_ranks import gathered, on_ranks
+from rank_pool import RankPool
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +31,6 @@ from ckpt_storage import CheckpointError, ProgressEvent, RankFailedError, Timeou
 from ckpt_storage.loads.layouts import boxes_of
 from ckpt_storage.loads.loadplanner import _ShardingCache
 from ckpt_storage.saves.planning import PLAN_CACHE, Structure, structure_of
-from ckpt_storage.testing.ranks import RankPool
 
 save_state = partial(ckpt_storage.save, sync_files=False)
 

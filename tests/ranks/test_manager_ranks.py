@@ -22,6 +22,7 @@ import torch.distributed as dist
 from limits import HANG_S
 from manager_cases import damage, restore, saved, state_of
 from on_ranks import gathered, on_ranks
+from posix_faults import FaultPosix
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager, KeepLatest, Timeouts, errors, prune
@@ -29,7 +30,6 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.resume import Check
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.transfer.ranges import RangeReader
 
 RUN: dict[str, Any] = {"mode": "thread", "timeout": 60}

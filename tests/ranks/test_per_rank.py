@@ -15,13 +15,13 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
 from front_door_cases import caught
 from on_ranks import on_ranks
+from rank_pool import RankPool
 from safetensors.torch import load_file
 from saver_cases import quick_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
 from ckpt_storage import CheckpointError, PerRank
-from ckpt_storage.testing.ranks import RankPool
 
 
 def _state(rank: int) -> dict[str, Any]:

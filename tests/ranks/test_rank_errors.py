@@ -32,6 +32,8 @@ from dcp_cases import assert_holds, errors_by_rank, load_stock, resolving, same,
 from front_door_cases import caught, default_group, state_of
 from limits import HANG_S
 from on_ranks import gathered, on_ranks
+from rank_pool import RankPool
+from s3_server import FaultRule, S3Server
 from saver_cases import until
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -40,8 +42,6 @@ from ckpt_storage import AsyncSaver, CheckpointManager, CheckpointStorageWriter,
 from ckpt_storage.coordination.group import RankGroup
 from ckpt_storage.coordination.keyvalue import store_of
 from ckpt_storage.options import Timeouts
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 WITHIN_S = 10.0
 """What is promised where another rank of the host lives."""

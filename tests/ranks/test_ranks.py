@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from on_ranks import gathered
+from rank_pool import RankPool
 from saver_cases import is_alive, until
-
-from ckpt_storage.testing.ranks import RankPool
 
 
 def rank_one_dies(rank: int) -> None:
@@ -47,7 +46,7 @@ def test_ranks_end_with_the_process_that_uses_them(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path[:] = {sys.path!r}\n"
         "from pathlib import Path\n"
-        "from ckpt_storage.testing.ranks import run_ranks\n"
+        "from rank_pool import run_ranks\n"
         "from test_ranks import start_and_hang\n"
         "if __name__ == '__main__':\n"
         "    run_ranks(2, start_and_hang, Path(sys.argv[1]))\n",

@@ -313,7 +313,7 @@ def test_every_kind_of_number_is_sampled(name: str) -> None:
     """Contiguous or not: torch itself indexes not every kind."""
     tensor = seeded(1, 40, 30, dtype=getattr(torch, name))
     for each in (tensor, tensor.t()):
-        assert replicas.sample_of({"t": each}).details().names == ("t",)
+        assert replicas.sample_of({"t": each}).names == ("t",)
 
 
 def test_a_sample_is_bounded() -> None:

@@ -24,6 +24,8 @@ import torch.distributed.checkpoint as dcp
 from dcp_cases import cut, seeded
 from limits import HANG_S, JOB_S
 from on_ranks import on_ranks
+from rank_pool import RankPool
+from s3_server import S3Server
 from saver_cases import until
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
@@ -35,8 +37,6 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.loads import session, sharing
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.ranges import RangeReader
 
 KIB, MIB = 1 << 10, 1 << 20

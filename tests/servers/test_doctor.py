@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from front_door_cases import faulty_disk
 from limits import HANG_S
+from s3_server import FaultRule, S3Server
 from servers import Running, served
 
 import ckpt_storage
@@ -21,7 +22,6 @@ from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 ONCE = RetryPolicy(attempt_count=1)
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"

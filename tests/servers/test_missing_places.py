@@ -12,12 +12,12 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from s3_server import S3Server
 from servers import AZURE_ACCOUNT, AZURE_KEY, served
 
 from ckpt_storage import CheckpointManager, StorageError, load, save, verify
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 MISSING = "misspelt-bucket"
 ONCE = RetryPolicy(attempt_count=1)

@@ -8,9 +8,8 @@ import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
+from s3_server import S3Server
 from servers import Running, ask
-
-from ckpt_storage.testing.s3_server import S3Server
 
 BUCKET = "bkt"
 PART = b"p" * (5 << 20)

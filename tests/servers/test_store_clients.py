@@ -24,6 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from limits import HANG_S
 from local_stores import until
 from remote_tools import ONCE, options_of, send
+from s3_server import S3Server
 from s3fs import S3FileSystem
 
 import ckpt_storage
@@ -31,7 +32,6 @@ from ckpt_storage.errors import StorageError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, Settings, open_store
 from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.testing.s3_server import S3Server
 
 
 def test_a_class_that_was_registered_for_a_scheme_is_used(registered: dict[str, type]) -> None:

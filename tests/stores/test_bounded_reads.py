@@ -14,6 +14,7 @@ import pytest
 import torch
 from damage_cases import Checkpoint
 from local_stores import local_store
+from s3_server import FaultRule, S3Server
 
 import ckpt_storage
 from ckpt_storage import FormatError, IntegrityError, InvalidInputError
@@ -23,7 +24,6 @@ from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import MAX_DOCUMENT_BYTES, MAX_SLOT_BYTES, seal
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 SPARSE_BYTES = 4 << 40
 LITTLE_BYTES = 32 << 20

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hostile_names import UNSAFE, RawBucket, bucket_of, tree
 from local_stores import local_store
+from s3_objects import S3Objects
+from s3_server import S3Server
 
 from ckpt_storage import UnsafeContentError
 from ckpt_storage.format.names import path_flaw
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.s3_objects import S3Objects
-from ckpt_storage.testing.s3_server import S3Server
 
 
 def test_a_server_that_lists_other_keys_is_not_believed(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from s3_server import S3Server
 
 import ckpt_storage
-from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture

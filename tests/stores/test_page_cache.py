@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from local_stores import local_store
+from posix_faults import FaultPosix
 
 import ckpt_storage
 from ckpt_storage.cli.app import app
@@ -18,7 +19,6 @@ from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.format.exports import GUARD_NAME
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.testing.posix_faults import FaultPosix
 
 STATE = {"a": torch.arange(1 << 20)}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from limits import HANG_S
+from s3_server import FaultRule, S3Server, crash_rules
 from servers import ask, free_port
 
 from ckpt_storage.errors import InvalidInputError, StorageError
@@ -24,7 +25,6 @@ from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule, SimulatedCrash
-from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 BUCKET = "bkt"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from local_stores import error_of, local_store
+from posix_faults import FaultPosix
 from servers import Running
 from suites import SuiteAt
 
@@ -22,7 +23,6 @@ from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
 
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 

@@ -13,7 +13,10 @@ import pytest
 from crc32c import crc32c
 from limits import HANG_S
 from local_stores import error_of, local_store
+from posix_faults import FaultPosix
+from power_cuts import PowerCutPosix
 from remote_tools import plain
+from s3_server import FaultRule, S3Server
 from servers import ask
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
@@ -23,9 +26,6 @@ from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.power import PowerCutPosix
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PATH = "hf/model.safetensors"
 PART_BYTES = 5 * 1024 * 1024
@@ -58,7 +58,7 @@ def test_a_failed_sync_is_final(tmp_path: Path, operation: str, *, is_member: bo
     faulty = local_store(
         tmp_path / "run", posix=posix, policy=POLICY, sync_files=operation == "fsync"
     )
-    owner = (local(tmp_path) if is_member else faulty).upload(PATH, copies=True)
+    owner = (local(tmp_path) if is_member else faulty).upload(PATH)
     writer = faulty.join(PATH, owner.token()) if is_member else owner
     writer.write_part(0, 0, view(b"data"), last=True)
     for step in (writer.receipts, writer.receipts, lambda: owner.complete(4)):
@@ -75,7 +75,7 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     """A member syncs its own writes, as the owner's host may not have them in its cache."""
     posix = PowerCutPosix(tmp_path / "graveyard")
     store = local(tmp_path)
-    owner = store.upload(PATH, copies=True)
+    owner = store.upload(PATH)
     member = local(tmp_path, posix).join(PATH, owner.token())
     member.write_part(0, 0, view(b"data"), last=True)
     receipts = member.receipts()
@@ -106,7 +106,7 @@ def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
 def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     """The finished object has a CRC-32C of those of its parts, as AWS computes it."""
     store = plain(server)
-    upload = store.upload(PATH, copies=True)
+    upload = store.upload(PATH)
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
     upload.complete(PART_BYTES + 3)
@@ -124,7 +124,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
     store.put("source", part(0) + part(1))
     source = store.copy_source("source")
     assert source is not None
-    upload = store.upload(PATH, copies=True)
+    upload = store.upload(PATH)
     first = PartCopy(number=0, offset=0, source=source, start=0, length=PART_BYTES)
     told = upload.copy_part(first)
     assert told == crc32c(part(0))
@@ -138,7 +138,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
 def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: S3Server) -> None:
     """The owner's late part finds that the upload was aborted, and nothing stays open."""
     store = plain(server)
-    upload = store.upload(PATH, copies=True)
+    upload = store.upload(PATH)
     upload.token()
     server.faults([FaultRule(op="part", action="delay", delay_s=0.5)])
     failures: list[CheckpointError] = []
@@ -199,7 +199,7 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
         [(1, 0, 4), (0, 4, 4)],
         [(0, 0, 4), (1, 4, 3), (1, 4, 4)],
     ):
-        upload = store.upload(PATH, copies=True)
+        upload = store.upload(PATH)
         store.join(PATH, upload.token()).write_part(0, 0, view(b"12345678"), last=True)
         receipts = [Part(number=n, offset=at, size_bytes=size) for n, at, size in places]
         with pytest.raises(CheckpointError):

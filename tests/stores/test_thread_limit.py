@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from remote_tools import ONCE, options_of
+from s3_server import S3Server
 
 from ckpt_storage import StorageError
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3_server import S3Server
 
 
 class Limit:

@@ -56,7 +56,7 @@ def answer(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
 
 
 FREE = {
-    *("ls checkpoints.metrics.", "show metrics.", "cat values.", "cp failed_exports."),
+    *("ls checkpoints.metrics.", "show metrics.", "cat values."),
     *("ls checkpoints.stats.phase_s.", "show stats.phase_s.", "consolidate stats.phase_s."),
     *("consolidate ties.", "prune skipped.", "prune failed."),
     *("ls checkpoints.usage.group_bytes.", "show usage.group_bytes."),

@@ -17,7 +17,7 @@ import crc32c
 import pytest
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning, deletion, fencing, publishing, slotlog
+from ckpt_storage.commit import cleaning, deletion, publishing, slotlog
 from ckpt_storage.commit.attempt import SaveTicket
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
@@ -279,7 +279,7 @@ def saved(store: Store) -> str:
 
 def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:
     """Fence attempts."""
-    return fencing.fence(store, save_ids)
+    return cleaning.fence(store, save_ids)
 
 
 def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> list[str]:

@@ -7,9 +7,10 @@ requests and replies, broken connections, a stopped store, requests that arrive 
 * I1 No commit holds payloads of operations that are not equal, or of two incarnations. If no rank
   skipped a call, no commit holds payloads of two calls, even where steps are unknown. (A read may.)
 * I2, I5 After the last fault the next call that all ranks make commits. One more may fail for each
-  skipped call where steps are unknown, for each error of an unknown operation, and for each number
-  that an earlier incarnation gave up. In a lane of reads this holds for the calls of one rank: the
-  others may be some calls late. A call that is in a number while another rank gives it up fails.
+  skipped call where steps are unknown, and for each deadline that passes after that, for each error
+  of an unknown operation, and for each number that an earlier incarnation gave up. In a lane of
+  reads this holds for the calls of one rank: the others may be some calls late. A call that is in a
+  number while another rank gives it up fails.
 * I3 No rank raises "failed" for a save that is, or will be, committed; none returns OK for
   a save that is not.
 * I4 Every call ends. No rank waits for its deadline in a number that another rank has left, and
@@ -114,6 +115,7 @@ PROMPT = {"late", "skip", "raise", "raise unknown", "cancel"}
 """Faults after which every rank can still reach the store."""
 
 READS = {"get", "wait", "wait for good", "poll", "look", "look at present", "linger"}
+LOOKS = {"look", "look at present"}
 WAITS = {"wait", "poll", "look", "linger"}
 OF_STORAGE = {"commit", "ask"}
 NOTES = {"note"}
@@ -196,7 +198,7 @@ class Search:
         kind, key = request
         if kind == "poll":
             return self._poll(store, key)
-        if kind in ("look", "look at present"):
+        if kind in LOOKS:
             return self._look(store, key, is_complete=kind == "look")
         if kind == "linger":
             return OK if store.get((*key, "left"), 0) >= self.scenario.world else None
@@ -231,8 +233,12 @@ class Search:
         ranks = range(self.scenario.world)
         now = [store.get((*round_, "from", r), [None])[0] for r in ranks]
         numbers = range(1 if self.rules.long_memory else number - 1, number)
-        before = [[store.get((token, n, 1, "from", r), [None])[0] for r in ranks] for n in numbers]
-        return decide(now, before, self.rules) or OVER
+        before = [[store.get((token, n, 1, "seen", r)) for r in ranks] for n in numbers]
+        decision = decide(now, before, self.rules)
+        if decision != OK:
+            # The memory of the coordinator, which no other rank reads.
+            store |= {(*round_, "seen", r): identity for r, identity in enumerate(now) if identity}
+        return decision or OVER
 
     # The storage, and the invariants.
 
@@ -398,7 +404,7 @@ class Search:
             reply = self.apply(store, request)
             ghost = self._after_late(state, request) if kind == "publish" else None
             if reply is not None:
-                yield reply, (None if kind in READS else store), ghost
+                yield reply, (None if kind in READS - LOOKS else store), ghost
             # A call that raises because it is interrupted waits for no deadline.
             if (local.is_over or local.rank.raising) and kind in WAITS:
                 yield OVER, None, None
@@ -478,25 +484,29 @@ class Search:
         if "skip" in faults:
             skipped = self._with_outcome(ghost, me, rank.call, "skipped")
             after = local._replace(rank=rank._replace(call=rank.call + 1))
-            allowance = ghost.allowance + self._has_urls
-            skipped = skipped._replace(has_skipped=True, allowance=allowance)
+            skipped = skipped._replace(has_skipped=True)
+            skipped = self._with_allowance(skipped) if self._has_urls else skipped
             yield f"skips call {rank.call}", after, None, skipped
         for fault, raising in (("raise", 1), ("raise unknown", 2)):
             if fault in faults:
                 after = local._replace(rank=rank._replace(raising=raising), phase="begin")
-                is_more = raising == 2 or self._has_urls
-                more = ghost._replace(allowance=ghost.allowance + is_more)
+                more = self._with_allowance(ghost) if raising == 2 or self._has_urls else None
                 yield f"call {rank.call} raises at once", after, None, more
         if "raise alone" in faults:
             after = local._replace(phase="unsent")
             yield f"call {rank.call} raises at once, without the store", after, None, None
+
+    def _with_allowance(self, ghost: Ghost) -> Ghost:
+        return ghost._replace(allowance=ghost.allowance + 1)
 
     def _of_call(self, state: State, me: int, local: Local) -> Iterator[Fault]:
         faults = self.scenario.faults
         request = self.advance(state.locals[me], me)[1]
         assert request is not None
         if "late" in faults and not local.is_over:
-            yield "deadline expires early", local._replace(is_over=True), None, None
+            ghost = self.ghosts.values[state.ghost]
+            more = self._with_allowance(ghost) if self._has_urls and ghost.has_skipped else None
+            yield "deadline expires early", local._replace(is_over=True), None, more
         if "cancel" in faults and not local.is_over:
             yield from self._cancel(state, me, local)
         down = local._replace(replies=(*local.replies, DOWN))
@@ -664,7 +674,7 @@ class Search:
 
 
 def _swapped_key(key: Any) -> Any:
-    is_private = len(key) > 2 and key[-2] in ("from", "join") and key[-1]
+    is_private = len(key) > 2 and key[-2] in ("from", "join", "seen") and key[-1]
     return (*key[:-1], 3 - key[-1]) if is_private else key
 
 
@@ -743,7 +753,7 @@ FULL = (
         faults=("late", "skip", "raise"),
         budget=2,
         operations="urls",
-        calls=6,
+        calls=8,
     ),
     Scenario(
         name="three faults of two ranks",

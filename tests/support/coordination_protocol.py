@@ -8,7 +8,7 @@ A failure takes two requests: a `compare_set` of the verdict (`fail`), then a `s
 (`publish`). A poll of the coordinator takes two: it reads the verdict (`poll`), then the payloads
 (`look`).
 
-The model has one lane. In a lane of saves all calls are saves, in a lane of reads all are loads, or
+The model has one lane. In a lane of saves all calls are saves or loads, in a lane of reads all are
 choices of a restore: lanes share no key, so calls in other lanes change nothing.
 
 Abstractions. A repeated request (`set`, `compare_set`, reads) that fails once is like a

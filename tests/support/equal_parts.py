@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_storage.testing.s3_objects import S3Error
-from ckpt_storage.testing.s3_server import S3Server
+from s3_objects import S3Error
+from s3_server import S3Server
 
 
 class EqualPartsServer(S3Server):

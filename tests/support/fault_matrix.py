@@ -33,11 +33,11 @@ from fault_cells import SLOT, TIMEOUTS, WAITS, Cell, Where, chosen
 from fault_ranks import Job, Line, rank_main, state_of, version_of
 from fork_server import ForkServer, exit_codes, shared_server
 from limits import HANG_S, SLACK_S
+from s3_server import FaultRule, RequestRecord, S3Server
 from saver_cases import until
 from servers import free_port
 
 from ckpt_storage.format.exports import GUARD_NAME
-from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
 
 BUCKET = "bucket"
 EXPORT = "run/step-1/hf"

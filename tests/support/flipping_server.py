@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt_storage.testing.s3_objects import Answer, Request
-from ckpt_storage.testing.s3_server import S3Server
+from s3_objects import Answer, Request
+from s3_server import S3Server
 
 
 class FlippingServer(S3Server):

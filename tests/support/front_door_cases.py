@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from dcp_cases import cut, same, seeded
 from on_ranks import gathered
+from posix_faults import FaultPosix
 
 import ckpt_storage
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.posix_faults import FaultPosix
 
 
 class Counter(torch.nn.Module):

@@ -10,8 +10,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.memory import MemoryFile
 from fsspec.spec import AbstractFileSystem
-
-from ckpt_storage.testing.s3_server import S3Server
+from s3_server import S3Server
 
 UNSAFE = (
     *("../x", "a/../../x", "a/../x", "a/./b", "./x", "..", ".", "a/.."),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-
-from ckpt_storage.testing.ranks import RankPool
+from rank_pool import RankPool
 
 Body = Callable[..., None]
 

@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from s3_rules import Profile
+from s3_server import S3Server
 
 import ckpt_storage
 from ckpt_storage.errors import (
@@ -20,8 +22,6 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backends.s3 import S3Backend
-from ckpt_storage.testing.s3_rules import Profile
-from ckpt_storage.testing.s3_server import S3Server
 
 ALL: tuple[Profile, ...] = get_args(Profile)
 PART_BYTES = 64 * 1024

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from fsspec.registry import _registry
 from limits import HANG_S
+from s3_server import S3Server
 from servers import Running
 
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
-from ckpt_storage.testing.s3_server import S3Server
 
 KEY = "AKIAEXAMPLEKEYID"
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"

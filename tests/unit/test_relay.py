@@ -12,6 +12,7 @@ import pytest
 import torch
 from copy_cases import save, state_of
 from remote_tools import options_of
+from s3_server import FaultRule, S3Server
 
 import ckpt_storage
 from ckpt_storage import consolidate, verify
@@ -20,7 +21,6 @@ from ckpt_storage.export import output
 from ckpt_storage.options import MIB, ProgressEvent, RetryPolicy, Timeouts
 from ckpt_storage.store.monitor import StallDetector
 from ckpt_storage.store.upload import Upload
-from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.budget import BUDGET, READ_BUDGET
 from ckpt_storage.transfer.pacing import Pacer
 

@@ -29,7 +29,7 @@ from ckpt_storage import (
 from ckpt_storage.manager.folders import FolderState
 from ckpt_storage.manager.names import StepNames
 from ckpt_storage.manager.policies import KeepAny, policies_of
-from ckpt_storage.manager.retention import plan_retention, supports_of
+from ckpt_storage.manager.retention import plan_retention
 
 
 def info(
@@ -340,17 +340,6 @@ def test_no_prune_loses_the_closest_of_all_that_were_saved(
         candidates = [Candidate.of(present[one], one) for one in sorted(present)]
         kept = {int(name.removeprefix("step-")) for name in policy.kept(candidates)}
         assert kept == closest(positions, interval)
-
-
-def test_a_plan_rests_on_the_closest_only_where_others_are_there() -> None:
-    """What is alone at its multiple is not read again before each prune."""
-    folders = [
-        FolderState(name=f"step-{step}", step=step, status="committed", info=info(step))
-        for step in (10, 19, 20, 31, 50)
-    ]
-    assert supports_of(KeepClosest(every_steps=10), folders) == {"step-20", "step-50"}
-    assert supports_of(KeepEvery(10) | KeepNewerThan(9), folders) == {"step-50"}
-    assert supports_of(KeepLatest(2), folders) == {"step-31", "step-50"}
 
 
 class KeepOdd(RetentionPolicy):

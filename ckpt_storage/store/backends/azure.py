@@ -139,7 +139,7 @@ class AzureBackend(clouds.CloudBackend):
             return {"etag": if_match, "match_condition": MatchConditions.IfNotModified}
         return {}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """Return a random text; no request is sent."""
         return os.urandom(8).hex()
 
@@ -179,7 +179,7 @@ class AzureBackend(clouds.CloudBackend):
         except Exception as error:
             if getattr(error, "error_code", "") in _NO_COPY:
                 what = f"{source.path} cannot be copied with these credentials."
-                raise UnsupportedByStoreError(what, kind="unsupported") from error
+                raise UnsupportedByStoreError(what) from error
             raise
         while True:
             blob = self._run(self._request, "get_blob_properties", path)
@@ -190,7 +190,7 @@ class AzureBackend(clouds.CloudBackend):
         if blob.copy.status != "success":
             what = f"The copy to {path} ended: {blob.copy.status} {blob.copy.status_description}."
             raise StorageError(what, retryable=True, next_step="Copy again.")
-        check_copied(source, blob.size, size_bytes)
+        check_copied(source.path, blob.size, size_bytes)
 
     async def _request(
         self, fs: ForeignFs, method: str, path: str, *arguments: Any, **named: Any

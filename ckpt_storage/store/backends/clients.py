@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import fsspec
+
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.store.backend import Backend, ObjectInfo, Settings, ShortReadError
 from ckpt_storage.store.location import Location, endpoint_of, missing_backend
@@ -55,7 +57,7 @@ class ClientBackend(Backend):
         self._timeout_s = _CLIENT_TIMEOUT_FRACTION * settings.request_timeout_s
         self._scrub = scrubber(location.storage_options, location.target)
         self.endpoint = endpoint_of(location)
-        self._family = self._find_class(location.protocol)
+        self._family: Any = fsspec.get_filesystem_class(location.protocol)
         self._is_async = bool(getattr(self._family, "async_impl", False))
         # The path as the file system spells it.
         self._root = str(self._family._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
@@ -67,11 +69,6 @@ class ClientBackend(Backend):
             place = ""
         # With the class, as another class may be registered for the protocol later.
         self._key = (location.protocol, self._family, place, _frozen(self._options))
-
-    def _find_class(self, protocol: str) -> Any:  # the class of a file system
-        import fsspec  # noqa: PLC0415  # costs time that a local checkpoint need not spend
-
-        return fsspec.get_filesystem_class(protocol)
 
     def explain(self, error: BaseException) -> StorageError | None:
         """Distinguish an absent bucket from an absent object, if the response is the same for both.

@@ -142,7 +142,7 @@ class CloudBackend(ClientBackend):
                 what = f"The server answers a read from byte {start} on with the bytes from byte "
                 what += f"{body.first} on, of {body.total_bytes} bytes in all."
                 step = "Use a server that honours the Range header, without Content-Encoding."
-                raise UnsupportedByStoreError(what, kind="unsupported", next_step=step)
+                raise UnsupportedByStoreError(what, next_step=step)
             count = 0
             async for piece in body.pieces:
                 received = memoryview(piece)[: len(view) - count]
@@ -192,7 +192,7 @@ class CloudBackend(ClientBackend):
                 if meaning_of(error).kind == "precondition" and self.stat(path).version == version:
                     # Swift compares an object in parts with another ETag than it reports.
                     what = f"{path}: this server refuses the version that it reports."
-                    raise UnsupportedByStoreError(what, kind="unsupported") from error
+                    raise UnsupportedByStoreError(what) from error
                 raise
 
     def copy_source(self, path: str) -> CopySource | None:
@@ -236,7 +236,6 @@ class CloudBackend(ClientBackend):
         self._run(self._page, self._name(""), None, recursive=False)
 
     def _name(self, path: str) -> str:
-        """Return the object name of a path below the root."""
         return f"{self._place[1]}{path}"
 
     def _path(self, name: str) -> str:

@@ -134,7 +134,7 @@ class GcsBackend(clouds.CloudBackend):
         generation = "0" if if_absent else if_match
         return {} if generation is None else {"ifGenerationMatch": generation}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         query = {"uploadType": "resumable", "name": self._name(path)}
         data = json.dumps(_metadata(write_id)).encode()
 
@@ -211,7 +211,7 @@ class GcsBackend(clouds.CloudBackend):
             report_progress()
             response = self._run(rewrite, {"rewriteToken": response["rewriteToken"]})
         made = response["resource"]
-        check_copied(source, int(made["size"]), size_bytes)
+        check_copied(source.path, int(made["size"]), size_bytes)
         crc32c = made.get("crc32c")
         return clouds.decoded(crc32c) if crc32c else None
 
@@ -240,7 +240,6 @@ class GcsBackend(clouds.CloudBackend):
         return f"/storage/v1/b/{quote(self._place[0], safe='')}/o"
 
     def _address(self, path: str) -> str:
-        """Return the path of an object's metadata on the server."""
         return f"{self._objects}/{quote(self._name(path), safe='')}"
 
     async def _document(
@@ -318,7 +317,6 @@ def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:
-    """Return the failure that the JSON body of a response describes."""
     try:
         details = json.loads(body)["error"]
         reasons = details.get("errors") or [{}]
@@ -329,5 +327,4 @@ def _failure(status: int, body: bytes) -> HttpFailure:
 
 
 def _seconds(stamp: str | None) -> float | None:
-    """Return Unix seconds for a timestamp of RFC 3339."""
     return None if stamp is None else datetime.fromisoformat(stamp).timestamp()

@@ -119,7 +119,7 @@ class FsspecBackend(ClientBackend):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> None:
-        token = self.begin_upload(path, write_id="", copies=False)
+        token = self.begin_upload(path, write_id="")
         part = Part(number=0, offset=0, size_bytes=sum(view.nbytes for view in data))
         try:
             self.put_part(path, token, part, data, last=True)
@@ -165,7 +165,7 @@ class FsspecBackend(ClientBackend):
                     if not _exists(fs, full):
                         raise
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         folder, slash, name = path.rpartition("/")
         # fsspec takes some names for patterns.
         token = f"{folder}{slash}{temp_name('object' if has_magic(name) else name)}"
@@ -282,7 +282,6 @@ class FsspecBackend(ClientBackend):
             fs.info(first)
 
     def _full(self, path: str) -> str:
-        """Return a path in the spelling of the file system."""
         return f"{self._root}/{path}".rstrip("/") if path else self._root
 
     def _info(self, fs: ForeignFs, path: str) -> ObjectInfo:
@@ -378,7 +377,6 @@ def _exists(fs: ForeignFs, full: str) -> bool:
 
 
 def _remove(fs: ForeignFs, full: str) -> None:
-    """Remove a file that may be absent."""
     try:
         fs.rm_file(full)
     except Exception:

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import os
 import stat as stat_modes
-from collections.abc import Iterator
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store.problems import damaged
+from ckpt_storage.store.problems import check_copied
 
 from .posix import NO_CALL, Posix
 from .temp_files import temp_name
@@ -34,21 +33,23 @@ def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: 
     try:
         stat = posix.fstat(fd)
         if not stat_modes.S_ISREG(stat.st_mode) or posix.is_link(source):
-            raise UnsupportedByStoreError(f"{source} is not a plain file.", kind="unsupported")
-        if stat.st_size != size_bytes:
-            what = f"{source} has {stat.st_size} bytes; {size_bytes} were written."
-            raise damaged(source, what, min(stat.st_size, size_bytes))
+            raise UnsupportedByStoreError(f"{source} is not a plain file.")
+        check_copied(source, stat.st_size, size_bytes)
         try:
-            with _unlinkable(source, target):
+            try:
                 posix.link(source, temporary)
-            linked = posix.stat(temporary)
-            if (linked.st_dev, linked.st_ino) != (stat.st_dev, stat.st_ino):
-                # It was replaced, or a mount such as sshfs has an inode number per name.
-                what = f"{source} and its new name are not shown as one file."
-                raise UnsupportedByStoreError(what, kind="unsupported")
-            if stat.st_mode & _WRITE_BITS:
-                with _unlinkable(source, target):
+                linked = posix.stat(temporary)
+                if (linked.st_dev, linked.st_ino) != (stat.st_dev, stat.st_ino):
+                    # It was replaced, or a mount such as sshfs has an inode number per name.
+                    what = f"{source} and its new name are not shown as one file."
+                    raise UnsupportedByStoreError(what)
+                if stat.st_mode & _WRITE_BITS:
                     posix.fchmod(fd, stat_modes.S_IMODE(stat.st_mode) & ~_WRITE_BITS)
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                what = f"{source} cannot be linked to {target}: {error.strerror}."
+                raise UnsupportedByStoreError(what) from error
             if sync:
                 _sync(posix, fd, source)
             posix.rename(temporary, target)
@@ -60,18 +61,6 @@ def link_file(posix: Posix, source: str, target: str, *, size_bytes: int, sync: 
             posix.sync_names(folder)
     finally:
         posix.close(fd)
-
-
-@contextlib.contextmanager
-def _unlinkable(source: str, target: str) -> Iterator[None]:
-    """Raise `UnsupportedByStoreError` for the errors of `_NO_LINK`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        what = f"{source} cannot be linked to {target}: {error.strerror}."
-        raise UnsupportedByStoreError(what, kind="unsupported") from error
 
 
 def _sync(posix: Posix, fd: int, source: str) -> None:

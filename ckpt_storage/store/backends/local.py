@@ -217,9 +217,7 @@ class LocalBackend(Backend):
                 return
             if error.errno not in NO_CALL | {errno.EBADF, errno.ENOLCK, errno.EPERM}:
                 raise
-            raise UnsupportedByStoreError(
-                f"The folder {folder} cannot be locked.", kind="unsupported"
-            ) from error
+            raise UnsupportedByStoreError(f"The folder {folder} cannot be locked.") from error
         try:
             if _version_of(self._posix.stat(full)) != version:
                 raise changed(full)
@@ -235,7 +233,7 @@ class LocalBackend(Backend):
         finally:
             self._posix.close(lock)
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         file = self._open_temp_file(path)
         name = f"{folder_of(path)}/{file.name}".lstrip("/")
         token = _Token(name)
@@ -365,7 +363,6 @@ class LocalBackend(Backend):
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Yield the descriptor of a file opened for reading, and its stat result."""
         full = self._full(path)
 
         def attempt() -> tuple[int, os.stat_result]:

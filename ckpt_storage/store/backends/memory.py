@@ -120,7 +120,7 @@ class MemoryBackend(Backend):
                 raise changed(path)
             self.delete([path])
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         token = os.urandom(16).hex()
         _OPEN[token] = {}
         return token
@@ -176,7 +176,6 @@ class MemoryBackend(Backend):
 
 
 def _pieces(path: str, token: str) -> dict[int, bytes]:
-    """Return the parts of an open upload."""
     try:
         return _OPEN[token]
     except KeyError:

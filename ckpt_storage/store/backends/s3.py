@@ -174,7 +174,7 @@ class S3Backend(clouds.CloudBackend):
             if not terms or _code_of(error) not in _UNKNOWN_HEADER:
                 raise
             what = f"{path}: this server does not support conditional deletes."
-            raise UnsupportedByStoreError(what, kind="unsupported") from error
+            raise UnsupportedByStoreError(what) from error
 
     async def _page(self, fs: ForeignFs, below: str, more: Any, *, recursive: bool) -> clouds.Page:
         options = {"Prefix": below, **({} if recursive else {"Delimiter": "/"})}
@@ -194,7 +194,7 @@ class S3Backend(clouds.CloudBackend):
             return {"IfNoneMatch": "*"}
         return {} if if_match is None else {"IfMatch": if_match}
 
-    def begin_upload(self, path: str, *, write_id: str, copies: bool) -> str:
+    def begin_upload(self, path: str, *, write_id: str) -> str:
         """CreateMultipartUpload with composite checksums, as Cloudflare R2 knows no other."""
         metadata, name = {clouds.WRITE_ID: write_id}, self._name(path)
         method = "create_multipart_upload"
@@ -228,7 +228,7 @@ class S3Backend(clouds.CloudBackend):
         if "ETag" not in response:
             # The server ignored the header with the source, and holds an empty part.
             what = f"The server's response to the copy of a part of {path} has no ETag."
-            raise UnsupportedByStoreError(what, kind="unsupported")
+            raise UnsupportedByStoreError(what)
         checksum = response.get("ChecksumCRC32C")
         part = Part(number=copy.number, offset=copy.offset, size_bytes=copy.length)
         crc32c = clouds.decoded(checksum) if checksum else None
@@ -415,7 +415,6 @@ def _receipt(response: Mapping[str, Any]) -> str:
 
 
 def _code_of(error: BaseException) -> str:
-    """Return the S3 error code that a client error carries, or ""."""
     response = getattr(error, "response", None)
     if not isinstance(response, Mapping):
         return ""

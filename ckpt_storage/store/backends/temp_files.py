@@ -171,7 +171,7 @@ class TempFile:
                     raise
                 what = f"{self._target} cannot be created exclusively: there are no hard links."
                 step = "Let one job at a time save here; of a mounted bucket use its own URL."
-                raise UnsupportedByStoreError(what, kind="unsupported", next_step=step) from error
+                raise UnsupportedByStoreError(what, next_step=step) from error
             if if_absent:
                 # The name exists now: a temporary name that stays is a leftover, not a failure.
                 with contextlib.suppress(OSError):
@@ -252,7 +252,6 @@ class TempFile:
                     self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the descriptor unless a thread uses it."""
         with self._lock:
             fd = None
             if not self._user_count:

@@ -18,8 +18,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from crc32c import crc32c
-
-from .s3_rules import Profile, Refusal, ServiceRules, rules_of
+from s3_rules import Profile, Refusal, ServiceRules, rules_of
 
 _SOURCE, _CHECKSUM = "x-amz-copy-source", "x-amz-checksum-"
 _MARKERS = ("uploads", "uploadId", "delete", "list-type", "session")

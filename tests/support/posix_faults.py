@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from ckpt_storage.store.backends.posix import Posix
-
-from .faults import Rule, Script, first_half, played
+from ckpt_storage.testing.faults import Rule, Script, first_half, played
 
 __all__ = ["FaultPosix"]
 

@@ -27,6 +27,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from ckpt_storage.errors import InvalidInputError
 
 __all__ = ["RankOutcome", "RankPool", "RanksFailedError", "run_ranks"]
@@ -244,13 +247,13 @@ def _end_with_parent() -> None:
 def _outcome(rank: int, packed: bytes) -> RankOutcome[Any]:
     """Run a job; return its outcome, which can be pickled."""
     try:
-        value = _run_in_group(rank, *pickle.loads(packed))  # noqa: S301  # from our own parent
+        value = _run_in_group(rank, *pickle.loads(packed))  # from our own parent
         pickle.dumps(value)
         return RankOutcome(rank=rank, value=value)
     except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
         copy = None
         with contextlib.suppress(Exception):  # any failure means: no pickle
-            copy = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+            copy = pickle.loads(pickle.dumps(error))  # our own bytes
         return RankOutcome(rank=rank, failure=traceback.format_exc(), error=copy)
     finally:
         # Garbage of a job, such as shared memory, must not accumulate.
@@ -265,9 +268,6 @@ def _run_in_group(
     rendezvous: str,
     timeout_s: float,
 ) -> T:
-    import torch  # noqa: PLC0415  # the other modules of `testing` need no torch
-    import torch.distributed as dist  # noqa: PLC0415  # as above
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

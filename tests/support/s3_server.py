@@ -21,10 +21,10 @@ from http import HTTPStatus
 from typing import Any, Literal, Self, cast, get_args
 from urllib.parse import parse_qsl, unquote
 
-from ckpt_storage.errors import InvalidInputError
+from s3_objects import Answer, Request, S3Error, S3Objects
+from s3_rules import customer_key_options
 
-from .s3_objects import Answer, Request, S3Error, S3Objects
-from .s3_rules import customer_key_options
+from ckpt_storage.errors import InvalidInputError
 
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules"]
 
@@ -198,17 +198,17 @@ class _Listener(socketserver.ThreadingTCPServer):
     owner: S3Server
     threads: dict[threading.Thread, socket.socket]
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+    def process_request(self, request: Any, client_address: Any) -> None:
         arguments = (request, client_address)
         thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True)
         self.threads[thread] = request
         thread.start()
 
-    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+    def shutdown_request(self, request: Any) -> None:
         # No shutdown, which would turn a reset into an orderly end.
         request.close()
 
-    def handle_error(self, *args: Any) -> None:  # noqa: ANN401
+    def handle_error(self, *args: Any) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*args)
 
