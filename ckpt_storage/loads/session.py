@@ -37,6 +37,7 @@ from ckpt_storage.source.opening import open_source
 from ckpt_storage.source.renaming import Rename, check_rename, new_names
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.monitor import OperationMonitor
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
 from ckpt_storage.transfer.ranges import RangeReader
@@ -131,6 +132,7 @@ class LoadSession:
         self.rank = 0
         self._is_coordinator = False
         self._opened: Store
+        self._monitor: OperationMonitor
         self._source: Source | None = None
         self._stored_names: Mapping[str, str] | None = None
 
@@ -153,7 +155,7 @@ class LoadSession:
             settings = self._settings
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
             deadline = self._begin("load")
-            self._opened = store
+            self._opened, self._monitor = store, deadline.monitor
             with deadline.annotate_errors(f"Opening {store.url}"):
                 options = settings.transfer_options(is_remote=store.capabilities.is_remote)
                 self._source = open_source(store.bounded(deadline), options)
@@ -190,8 +192,9 @@ class LoadSession:
             return
         # Not a step of the load: it has a deadline of its own.
         limit_s = min(_PUBLISH_S, self._settings.timeouts.load / 2)
+        deadline = Deadline("load", limit_s, monitor=self._monitor)
         try:
-            publishing.roll_forward(store.bounded(Deadline("load", limit_s)), source.save_id)
+            publishing.roll_forward(store.bounded(deadline), source.save_id)
         except FormatError:  # a newer save, which this load would not see
             raise
         except CheckpointError as error:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import ckpt_storage
 from ckpt_storage import CheckpointStorageWriter, InvalidInputError
 from ckpt_storage.commit.assembly import entries_of
+from ckpt_storage.store.store import Store
 
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -301,3 +302,19 @@ def test_a_copy_that_stock_readers_cannot_find_says_so(tmp_path: Path) -> None:
     (target / ".metadata").rmdir()
     assert ckpt_storage.copy(source, target, overwrite=True).was_there
     dcp_cases.assert_holds(target, NEW, [dcp_cases.load_stock])
+
+
+def test_a_load_that_publishes_is_ended_by_the_failure_of_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests to the storage are watched, like all others of the load."""
+    ckpt_storage.save(STATE, tmp_path / "run")
+    are_monitored: list[bool] = []
+
+    def roll_forward(store: Store, save_id: str) -> None:
+        del save_id
+        are_monitored.append(store.calls.deadline.is_monitored)
+
+    monkeypatch.setattr("ckpt_storage.commit.publishing.roll_forward", roll_forward)
+    ckpt_storage.load(zeros_like(STATE), tmp_path / "run")
+    assert are_monitored == [True]
