@@ -1251,8 +1251,8 @@ _DCP_MUTANTS = [
 _LOADS_MUTANTS = [
     Mutant(
         "loads/items.py",
-        "if not _is_equal(*tensors)]",
-        "if not tensors]",
+        "if not _is_filled(value)), None)",
+        "if not value), None)",
         [f"{_REFUSED}::test_one_target_for_two_values_needs_consent"],
     ),
     Mutant("loads/items.py", "            or tensor.is_neg()\n", "", [_REFUSED]),

@@ -177,7 +177,7 @@ class LazyTensor:
         target = array.dtype if dtype is None else np.dtype(dtype)
         if not np.can_cast(array.dtype, target, "safe"):
             raise InvalidInputError(
-                f"{self.fqn} is stored as {array.dtype}; {target} cannot hold all values of it.",
+                f"{self.fqn} is stored as {array.dtype}; numpy calls a cast to {target} unsafe.",
                 phase="load",
                 next_step=f"Cast it once it is read: tensor.numpy().astype({str(target)!r}).",
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import repeat
@@ -349,13 +349,11 @@ class LoadItems:
         for ring in self._rings.values():
             ring.finish()
         for values in self._sharing:
-            for _, target, elements in values:
-                # As in `TensorRead`.
-                with torch.inference_mode(target.is_inference()):
-                    target.copy_(elements)
-            lost = [name for name, *tensors in values if not _is_equal(*tensors)]
-            if lost:
-                raise _sharing_error([*lost[:1], *(name for name, *_ in values)])
+            for value in values:
+                _fill(value)
+            lost = next((value for value in values if not _is_filled(value)), None)
+            if lost is not None:
+                raise _sharing_error(lost, values)
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Pass all values to the planner, once all bytes are read and verified."""
@@ -442,21 +440,32 @@ _Value = tuple[str, torch.Tensor, torch.Tensor]
 """The name, target and elements of a value whose target shares memory."""
 
 
-def _is_equal(target: torch.Tensor, elements: torch.Tensor) -> bool:
+def _fill(value: _Value) -> None:
+    _, target, elements = value
+    # As in `TensorRead`.
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(elements)
+
+
+def _is_filled(value: _Value) -> bool:
     """Return whether a target has its elements, byte for byte: NaN equals NaN."""
-    plain = [t.cpu().resolve_conj().resolve_neg().contiguous() for t in (target, elements)]
+    plain = [tensor.cpu().resolve_conj().resolve_neg().contiguous() for tensor in value[1:]]
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
 
 
-def _sharing_error(fqns: Iterable[str]) -> InvalidInputError:
-    names = list(dict.fromkeys(fqns))
-    if len(names) == 1:
+def _sharing_error(lost: _Value, values: Sequence[_Value]) -> InvalidInputError:
+    """Return the error that names `lost` and one of the values that overwrite its target."""
+    for other in (lost, *values):
+        _fill(other)
+        if not _is_filled(lost):
+            break
+    if lost[0] == other[0]:
         return _target_error(
-            f"Several elements of the target of {names[0]} are a single memory location.",
+            f"Several elements of the target of {lost[0]} are a single memory location.",
             "Load into a tensor that is not expanded: clone() it first.",
         )
     return _target_error(
-        f"The targets of {' and '.join(names[:4])} share memory, and the checkpoint has different "
+        f"The targets of {lost[0]} and {other[0]} share memory, and the checkpoint has different "
         "values for it.",
         "Give each a tensor of its own, load only one of them, or pass casts='any': then either "
         "value may stay.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError, PhaseTimeoutError, StorageError
-from ckpt_storage.inspect.views import NUMBER, natural
+from ckpt_storage.inspect.views import natural
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -24,6 +25,9 @@ log = logging.getLogger("ckpt_storage")
 
 _REREAD_COUNT = 16
 """How many folders of each kind that were read before one poll reads again."""
+
+_LAST_NUMBER = re.compile(r"([0-9]{1,1000})[^0-9]*$")
+"""Python reads no number of more than 4,300 digits."""
 
 
 def follow(
@@ -138,5 +142,5 @@ class _Follower:
 
 def _number_of(name: str) -> int | None:
     """Return the last number in a folder's name."""
-    numbers = NUMBER.findall(name)
-    return int(numbers[-1]) if numbers else None
+    match = _LAST_NUMBER.search(name)
+    return None if match is None else int(match[1])

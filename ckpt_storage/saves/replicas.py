@@ -240,6 +240,8 @@ def find_differences(
         for name, checksum in zip(sample.names, sample.checksums, strict=True):
             if known.setdefault(name, checksum) != checksum:
                 names[name] = None
+    if not names:
+        return []
     sizes = dict.fromkeys(names, _NO_TENSOR)
     ranks_of: dict[str, dict[int, list[int]]] = {name: {} for name in names}
     ranks = range(len(samples)) if global_ranks is None else global_ranks

@@ -14,6 +14,7 @@ from ckpt_storage.errors import (
     CheckpointError,
     InvalidInputError,
     StorageError,
+    UnsupportedByStoreError,
 )
 from ckpt_storage.format.crc import crc32c_of_all
 
@@ -57,6 +58,7 @@ class Upload:
         self._lock = threading.Lock()
         # Held during the start, so that parts that are sent at once begin one upload.
         self._begin_lock = threading.Lock()
+        self._may_be_visible = False
         self._abandoned_part: Part | None = None
         self._state: _State = "open"
 
@@ -186,15 +188,25 @@ class Upload:
     def abort(self) -> None:
         """Discard all parts, also after the phase's deadline, within `CLEAN_UP_S` seconds.
 
-        Idempotent. Only the owner discards; other members just stop. After a completion with an
-        unknown outcome, the object may stay.
+        Idempotent. Only the owner discards; other members just stop.
         """
         with self._lock:
             if self._state == "complete":
                 return
             self._state = "aborted"
             self._held = None
-        self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
+        try:
+            self._calls.cleaning_up().run("abort of the upload", self._path, self._discard)
+        finally:
+            if self._may_be_visible:
+                self._delete_object()
+
+    def _delete_object(self) -> None:
+        try:
+            self._calls.cleaning_up().run("deletion", self._path, self._delete_if_ours)
+        except StorageError as error:
+            if error.kind not in {"not-found", "precondition"}:
+                raise
 
     def _ensure_begun(self) -> str:
         with self._begin_lock:
@@ -234,6 +246,7 @@ class Upload:
 
     def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
         """Make the object visible; after a failure, read whether it is there all the same."""
+        self._may_be_visible = True
         try:
             self._calls.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
         except StorageError as failure:
@@ -263,6 +276,17 @@ class Upload:
             backend.leave_upload(self._path, token)
         elif token is not None:
             backend.abort_upload(self._path, token)
+
+    def _delete_if_ours(self, backend: Backend) -> None:
+        """Delete the object if this upload made it."""
+        info = backend.stat(self._path)
+        if info.write_id != self.write_id:
+            return
+        if info.version is not None:
+            with contextlib.suppress(UnsupportedByStoreError):
+                backend.delete_version(self._path, info.version)
+                return
+        backend.delete([self._path])
 
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import pytest
 
+from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.store import Store
@@ -73,3 +74,32 @@ class FaultFacts:
         # The id of an upload is unknown if the response to its creation is lost.
         is_unknown = (operation, action) == ("begin_upload", "lost_answer")
         assert is_unknown or store.abort_uploads("") == 0
+
+    @pytest.mark.parametrize("operation", ["complete_upload", "put"])
+    def test_what_nobody_saw_complete_is_taken_back(
+        self, store: Store, faulty: OpenFaulty, size: int, operation: str
+    ) -> None:
+        """An object with an unknown outcome is deleted, even if the upload cannot be aborted.
+
+        An object that another client put meanwhile stays.
+        """
+        upload = store.upload("saves/a/x")
+        send(upload, [b"small"])
+        upload.complete(5)
+        if store.stat("saves/a/x").write_id is None or not store.capabilities.is_remote:
+            pytest.skip("the backend does not identify the writer of an object")
+        parts = [b"small"] if operation == "put" else [pattern(size), b"tail"]
+        lost = Rule(action="lost_answer", operation=operation, hit_count=None)
+        blind = Rule(action="error", operation="stat")
+        kept = Rule(action="error", operation="abort_upload", kind="permission", retryable=False)
+        for is_ours in (True, False):
+            upload = faulty(_ONCE, lost, blind, kept).upload("saves/a/x")
+            send(upload, parts)
+            with pytest.raises(StorageError):
+                upload.complete(sum(map(len, parts)))
+            if not is_ours:
+                store.put("saves/a/x", b"another's")
+            with contextlib.suppress(StorageError):
+                upload.abort()
+            remaining = [store.get(entry.path).data for entry in store.list("saves")]
+            assert remaining == ([] if is_ours else [b"another's"])

@@ -229,17 +229,19 @@ ARRAYS_THAT_DO_NOT_FIT: list[tuple[str, str, Any]] = [
     ("complex64", "float32", 1 + 2j),
     ("int64", "bool", 2),
     ("bfloat16", "float16", 1e30),
+    ("float8_e4m3fn", "bfloat16", 1.0),
 ]
 
 
 @pytest.mark.parametrize(("stored", "wanted", "value"), ARRAYS_THAT_DO_NOT_FIT)
-def test_an_array_of_another_dtype_has_equal_values(
+def test_arrays_take_only_casts_that_numpy_calls_safe(
     tmp_path: Path, stored: str, wanted: str, value: Any
 ) -> None:
-    """`numpy.asarray(tensor, dtype)` refuses a dtype that may not hold the stored values."""
+    """`numpy.asarray(tensor, dtype)` refuses casts that numpy calls unsafe, of any values."""
     ckpt_storage.save({"value": scalar(stored, value)}, tmp_path / "c")
     checkpoint = ckpt_storage.open_checkpoint(tmp_path / "c")
-    with pytest.raises(ckpt_storage.InvalidInputError, match=f"value is stored as {stored}"):
+    message = f"value is stored as {stored}; numpy calls a cast to {wanted} unsafe"
+    with pytest.raises(ckpt_storage.InvalidInputError, match=message):
         np.asarray(checkpoint["value"], dtype=wanted)
 
 

@@ -67,6 +67,16 @@ def test_after_leaves_out_what_an_earlier_follower_had(tmp_path: Path) -> None:
     assert [info.name for info in infos] == ["step-00000003"]
 
 
+def test_a_time_in_microseconds_is_one_number(tmp_path: Path) -> None:
+    """A number may have any length: this has 20 digits."""
+    times = [20251231235959000005, 20260101000000000004]
+    for each in reversed(times):
+        save(tmp_path / f"at-{each}")
+    for after, expected in ((1000, times), (times[0], times[1:]), (times[1], [])):
+        infos = follow(tmp_path, after=after, poll_s=POLL_S, idle_s=POLL_S)
+        assert [info.name for info in infos] == [f"at-{each}" for each in expected]
+
+
 def test_a_name_without_a_number_is_yielded_for_each_save(tmp_path: Path) -> None:
     """A run that overwrites "latest" is followed; the same save is not yielded again."""
     infos = follow(tmp_path, poll_s=POLL_S, idle_s=HANG_S)

@@ -61,6 +61,7 @@ _END_LIMIT_S = 240.0
 _READ_EVERY_S = 0.08
 _PRINT_COUNT = 12
 _QUEUED_S = 20.0
+_DEATH_S = 10.0
 _TICK_S, _LAG_S = 0.04, 1.0
 
 _IN_RANK = ("delay", "skip", "raise", "gil", "break")
@@ -281,8 +282,9 @@ class Round:
         for event in self.logs.read():
             if event["event"] in {"fault", "dropped"}:
                 fault = event["fault"]
-                is_known = self._queued.pop(str(fault["id"]), None) is not None
-                if is_known and event["event"] == "fault":
+                # A rank may also take a fault late, after a restart.
+                self._queued.pop(str(fault["id"]), None)
+                if event["event"] == "fault":
                     seconds = fault.get("seconds", 0.0)
                     # As the rank reports it: this process may read the report much later.
                     span = event["begin"], event["t"]
@@ -361,7 +363,7 @@ class Round:
             self._send(kind, rank["rank"], pid)
         elif kind in {"kill-job", "end-job"}:
             self._expects_end = True
-            self._count(kind, "")
+            self._count_death(kind, "")
             if kind == "end-job":
                 assert isinstance(job.process, subprocess.Popen)
                 self._signal(job.process.pid, signal.SIGTERM)
@@ -369,7 +371,8 @@ class Round:
                 job.kill()
         else:
             self._expects_end |= kind == "kill"
-            self._count(kind, f"rank {rank['rank']}")
+            count = self._count_death if kind == "kill" else self._count
+            count(kind, f"rank {rank['rank']}")
             self._signal(pid, signal.SIGKILL)
 
     def _stop(self, kind: str, rank: int, pid: int, seconds: float) -> None:
@@ -425,12 +428,16 @@ class Round:
             end_s = time.monotonic() + 0.2
             self.stalls.append(Stall(pid=entry[2], begin_s=entry[1], end_s=end_s))
 
+    def _count_death(self, kind: str, who: str) -> None:
+        """Count a fault that lasts until torchrun has ended the ranks that are left."""
+        now = time.monotonic()
+        self._count(kind, who, span=(now, now + _DEATH_S))
+
     def _count(
         self, kind: str, who: str, seconds: float = 0.0, *, span: tuple[float, float] | None = None
     ) -> None:
         self.faults[kind] += 1
         now = time.monotonic()
-        # What follows a death is another incarnation's.
         self.spans.append(span or (now, now + seconds))
         self.say(f"{kind} {who}" + (f" {seconds} s" if seconds else ""))
 

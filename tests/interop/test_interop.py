@@ -235,6 +235,18 @@ def test_targets_that_share_memory_take_no_different_values(
         load({"a": target, "c": view(target)}, tmp_path / "c", casts="any")
 
 
+def test_of_many_targets_that_share_memory_two_that_differ_are_named(tmp_path: Path) -> None:
+    """A flat parameter, its views, and the one view for which there is another value."""
+    flat = seeded(1, 24)
+    state = {"flat": flat} | {f"view-{n}": flat[4 * n : 4 * n + 4].clone() for n in range(6)}
+    state["view-4"] += 1
+    ckpt_storage.save(state, tmp_path / "c")
+    target = torch.zeros(24)
+    views = {f"view-{n}": target[4 * n : 4 * n + 4] for n in range(6)}
+    with pytest.raises(InvalidInputError, match=r"flat and view-4 share memory"):
+        ckpt_storage.load({"flat": target} | views, tmp_path / "c")
+
+
 def refusal(path: Path, shape: tuple[int, ...] = (4,)) -> BaseException:
     with pytest.raises(CheckpointException) as caught:
         dcp_cases.load({"x": torch.zeros(shape)}, path)

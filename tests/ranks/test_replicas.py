@@ -6,6 +6,8 @@ Stock `dcp.save` stores the value of a rank that its balancing chooses, and rais
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,20 @@ def test_every_kind_of_number_is_sampled(name: str) -> None:
     tensor = seeded(1, 40, 30, dtype=getattr(torch, name))
     for each in (tensor, tensor.t()):
         assert replicas.sample_of({"t": each}).names == ("t",)
+
+
+def test_samples_that_agree_are_compared_by_columns() -> None:
+    """Rank 0 compares the samples of all ranks in each `dcp.save`, and reads no name of them."""
+
+    class Names(tuple[str, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[str]:
+            pytest.fail("a name was read")
+
+    sample = replicas.sample_of({"t": torch.ones(3), "n": 5})
+    other = replace(sample, names=Names(sample.names))
+    assert replicas.find_differences([sample, other, other]) == []
 
 
 def test_a_sample_is_bounded() -> None:

@@ -6,11 +6,13 @@ import logging
 import pickle
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from crc32c import crc32c
+from limits import HANG_S
 from local_stores import error_of
 from remote_tools import KEY, PARTS, POLICY, SECRET, ops, options_of, plain, retrying, send
 from s3_server import Action, FaultRule, S3Server
@@ -65,8 +67,7 @@ def test_bytes_that_never_came_are_not_made_up(server: S3Server) -> None:
 def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: Any) -> None:
     """Whichever request fails, also inside a success, or loses its answer, the object is whole.
 
-    Where that goes on, the upload is given up, and nothing is left but an object whose completion
-    lost its answer.
+    Where that goes on, the upload is given up, and nothing is left.
     """
     rules = [FaultRule(op=op, times=1, action=action)]
     if (op, action) == ("complete", "status"):
@@ -82,11 +83,29 @@ def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: An
         upload.complete(send(upload, PARTS))
     server.faults([])
     upload.abort()
-    assert len(server.dump("bkt")) == 1 + ((op, action) == ("complete", "lost"))
+    assert len(server.dump("bkt")) == 1
     # Nobody knows the names of uploads whose start got no answer.
     open_count = server.open_upload_count
     assert (open_count > 0) == ((op, action) == ("create_upload", "lost"))
     assert retrying(server).abort_uploads("saves/a") == open_count
+
+
+def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -> None:
+    """The deletion holds for the object that was looked at, and for no later one of the name."""
+    upload = plain(server).upload("saves/a/x")
+    send(upload, [b"small"])
+    server.faults([FaultRule(op="put|head", times=0, action="lost")])
+    with pytest.raises(StorageError):
+        upload.complete(5)
+    server.faults([FaultRule(op="delete", action="delay", delay_s=1.0)])
+    with ThreadPoolExecutor(1) as pool:
+        aborting = pool.submit(upload.abort)
+        server.wait_for(
+            lambda seen: any(record.op == "delete" for record in seen), timeout_s=HANG_S
+        )
+        plain(server).put("saves/a/x", b"another's")
+        aborting.result()
+    assert server.dump("bkt") == {"run/saves/a/x": b"another's"}
 
 
 def test_saving_takes_few_requests(server: S3Server) -> None:

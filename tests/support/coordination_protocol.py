@@ -450,8 +450,6 @@ class Protocol:
             yield ("end", "failed")
             number = rank.number + self.rules.count_failed
             return "idle", rank._replace(call=rank.call + 1, raising=0, number=number)
-        if me == 0 and rank.raising == 1:
-            yield ("note", (*round_, "from", 0), (identity, rank.incarnation))
         is_late = self.scenario.is_read and (yield ("is_over",))
         verdict = yield from self._fail(round_, identity, *[LATE] * is_late)
         if verdict == DOWN:
