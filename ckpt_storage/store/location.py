@@ -46,6 +46,8 @@ _NO_STORAGES = frozenset(
 READ_ONLY = frozenset({"http", "https", "zip"})
 """Of these, what `Location.to_read` takes."""
 
+_UNREAD_ARCHIVES = frozenset({"libarchive", "tar"})
+
 _ENDPOINT_NAMES = {
     "az": (
         ("account_host", "BlobEndpoint", "account_name", "AccountName"),
@@ -361,6 +363,9 @@ def _check_scheme(protocol: str, scheme: str, refused: AbstractSet[str], shown: 
             "Give the URL of a storage that takes writes, without a wrapper; for an object store "
         )
         step += "write s3://BUCKET/PREFIX and pass storage_options={'endpoint_url': ...}."
+        if protocol in _UNREAD_ARCHIVES:
+            step = "Unpack the archive and give the folder, or pack it as a zip archive and read "
+            step += "it by zip://PATH_INSIDE with storage_options={'fo': 'run.zip'}."
         raise _bad(f"{scheme}:// can only be read, or wraps another file system.", step)
     from fsspec.registry import known_implementations, registry  # noqa: PLC0415  # costs time
 

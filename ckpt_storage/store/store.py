@@ -331,9 +331,15 @@ class Store:
         [] where the storage cannot list them.
         """
         folder = prefix.strip("/")
-        return self.calls.run(
-            "listing of uploads", folder, lambda backend: list(backend.list_uploads(folder))
-        )
+
+        def collect(backend: Backend) -> list[OpenUpload]:
+            uploads = []
+            for upload in backend.list_uploads(folder):
+                report_progress()
+                uploads.append(upload)
+            return uploads
+
+        return self.calls.run("listing of uploads", folder, collect)
 
     def abort_upload(self, upload: OpenUpload) -> None:
         """Abort an upload that nobody writes any more; an absent upload is no error."""

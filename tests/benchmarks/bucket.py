@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
 from bandwidth import Bandwidth
+
+# Where the server of the tests lies; pytest has it on its path.
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from s3_objects import Answer, Request
 from s3_server import FaultRule, RequestRecord, S3Server
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 import textwrap
 import tomllib
@@ -166,6 +167,21 @@ def test_pages_for_developers_name_what_is_in_the_code() -> None:
         )
     ]
     assert missing == []
+
+
+def test_the_commands_of_the_benchmarks_start(tmp_path: Path) -> None:
+    """Outside of pytest no path leads to the modules that tests share."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    scripts = sorted(set(re.findall(r"\bpython (tests/benchmarks[\w./]*)", text)))
+    assert len(scripts) > 3
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**inherited, "PYTHONPATH": str(ROOT)}
+    for script in scripts:
+        command = [sys.executable, str(ROOT / script), "--help"]
+        ended = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, (script, ended.stderr)
 
 
 DOCS = ROOT / "docs"

@@ -344,6 +344,15 @@ def test_other_read_only_schemes_are_refused_by_name(url: str) -> None:
         ckpt_storage.open_checkpoint(url)
 
 
+@pytest.mark.parametrize("url", ["tar://run", "libarchive://run"])
+def test_an_archive_that_is_not_read_in_place_is_to_be_unpacked(tmp_path: Path, url: str) -> None:
+    """The next step is what a reader can do, not where to write."""
+    options = {"fo": str(tmp_path / "run.tar.gz")}
+    with pytest.raises(InvalidInputError, match="can only be read") as failure:
+        ckpt_storage.load(_empty(), url, storage_options=options)
+    assert str(failure.value.next_step).startswith("Unpack the archive")
+
+
 @pytest.mark.parametrize("stock", [False, True])
 def test_a_checkpoint_is_read_out_of_an_archive(tmp_path: Path, *, stock: bool) -> None:
     """`fo` names the archive; checkpoints of stock DCP are listed there."""

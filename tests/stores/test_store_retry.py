@@ -25,6 +25,7 @@ from ckpt_storage.store.backend import (
     Buffers,
     Content,
     ObjectInfo,
+    OpenUpload,
     Part,
     Range,
     ShortReadError,
@@ -353,6 +354,24 @@ def test_a_call_that_was_given_up_sends_no_further_request(bench: Bench) -> None
     late.set()
     until(lambda: ends)
     assert [type(end) for end in ends] == [AbandonedError]
+
+
+def test_a_listing_of_uploads_that_was_given_up_asks_for_no_further_page(bench: Bench) -> None:
+    """Each upload is progress, as each entry of `list` is; without it long listings time out."""
+    late, pages = threading.Event(), [1]
+
+    class Slow(Remote):
+        def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+            late.wait(HANG_S)
+            yield OpenUpload(path=f"{prefix}/u", token="u")
+            pages.append(2)
+
+    once = RetryPolicy(attempt_count=1)
+    store = bench.store(backend=Slow(bench.location), policy=once, request_timeout_s=SHORT_S)
+    assert isinstance(error_of(lambda: store.abort_uploads("saves")), AbandonedError)
+    late.set()
+    until(lambda: abandoned_thread_count() == 0)
+    assert pages == [1]
 
 
 def test_the_timeout_of_a_request_is_not_called_that_of_its_phase() -> None:
