@@ -239,7 +239,7 @@ class AsyncSaver:
                 status.add_done_callback(self._release_idle_arenas)
             job = PendingSave(status=status, options=options, url=url)
             try:
-                self._make_room(status)
+                self._make_room(status, t)
                 with as_checkpoint_errors(f"the staging for {status.url}", rank):
                     job.options = prepare(options)
                     self._stage(job, state, block_until_staged=block_until_staged)
@@ -258,7 +258,7 @@ class AsyncSaver:
         """Raise the error of an earlier save, if one failed; `begun` is the save that goes on."""
         self._raise_failures(f"The save to {begun.url} has begun all the same, and goes on.")
 
-    def _make_room(self, status: SaveStatus) -> None:
+    def _make_room(self, status: SaveStatus, timeouts: Timeouts) -> None:
         """Wait until another save may be in flight. Raises `PhaseTimeoutError`."""
         try:
             # Errors of these saves only, because every rank waits for the same saves here.
@@ -266,7 +266,7 @@ class AsyncSaver:
             self._settle(self._saves[:surplus], None)
         finally:
             self._saves.append(status)
-            flush_at_exit(status, self._exit_timeout_s)
+            flush_at_exit(status, self._exit_timeout_s, timeouts)
 
     def _stage(
         self, job: PendingSave, state: Mapping[str, Any], *, block_until_staged: bool

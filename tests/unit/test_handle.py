@@ -29,7 +29,7 @@ from ckpt_storage import (
 from ckpt_storage.background import interpreter_exit
 from ckpt_storage.background.handle import SaveStatus
 from ckpt_storage.coordination.heartbeats import Heartbeats, RankProgress
-from ckpt_storage.options import Phase
+from ckpt_storage.options import Phase, Timeouts
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)
 
@@ -236,7 +236,7 @@ def test_the_end_of_one_save_gives_time_to_the_next(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(interpreter_exit, "STALL_S", 2.0)
     first, second = (SaveStatus(f"file:///{name}", 0, limit_s=9.0) for name in "ab")
     for save in (first, second):
-        interpreter_exit.flush_at_exit(save, 60.0)
+        interpreter_exit.flush_at_exit(save, 60.0, Timeouts())
     for save, end_s in ((first, 1.5), (second, 2.7)):
         threading.Timer(end_s, save.succeed, [INFO]).start()
     assert interpreter_exit.flush([first, second]) == []
@@ -256,9 +256,22 @@ def test_an_exit_waits_for_no_rank_that_only_lives(
 
     status.follow(source, lambda _: None)
     status.mark_staged()
-    interpreter_exit.flush_at_exit(status, 20.0)
+    interpreter_exit.flush_at_exit(status, 20.0, Timeouts())
     assert interpreter_exit.flush([status]) == [status]
     assert time.monotonic() - start_s < 15
+
+
+def test_a_rank_in_the_commit_has_the_time_of_a_write_as_well(
+    status: SaveStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits there for the slowest write; an exit gives it as long."""
+    monkeypatch.setattr(interpreter_exit, "_GRACE_S", 0.0)
+    own = replace(sign(1, "commit"), heard_s=time.monotonic())
+    status.follow(lambda: ({1: own}, None), lambda _: None)
+    status.mark_staged()
+    interpreter_exit.flush_at_exit(status, 20.0, Timeouts(commit=0.01, write=20.0))
+    threading.Timer(1.0, status.succeed, [INFO]).start()
+    assert interpreter_exit.flush([status]) == []
 
 
 def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveStatus) -> None:
@@ -270,7 +283,7 @@ def test_a_save_that_has_ended_is_not_lost_while_its_callbacks_run(status: SaveS
         go.wait(10)
 
     status.add_done_callback(slow)
-    interpreter_exit.flush_at_exit(status, 60.0)
+    interpreter_exit.flush_at_exit(status, 60.0, Timeouts())
     thread = threading.Thread(target=status.succeed, args=[INFO])
     thread.start()
     called.wait(10)
