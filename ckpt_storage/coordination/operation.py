@@ -169,10 +169,7 @@ class Operation:
         before it arrived, `PhaseTimeoutError` naming the ranks that did not arrive.
         """
         rounds = self._rounds
-        if rounds.identity is None:
-            # "the load", and the URL, of "the load from s3://..."
-            kind, url = " ".join(self.what.split()[:2]), self.what.split(" ", 3)[-1]
-            rounds.identity = Identity(kind=kind, url=url)
+        rounds.identity = rounds.identity or Identity(kind=self.what)
         self.phase("plan")
         if self.world_size == 1:
             rounds.raise_failure()

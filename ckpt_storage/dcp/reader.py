@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.terms import check_terms
 from ckpt_storage.loads.session import LoadSession, LoadSettings
@@ -233,6 +234,7 @@ class CheckpointStorageReader(StorageReader):
         session, timeouts = self._session, self._settings.timeouts
         what = f"the load from {session.url}"
         with RankGroup.of(None, lane="load").operation(what, timeouts=timeouts) as operation:
+            operation.identify(Identity(kind="the load", url=session.url))
             operation.meet(session.terms())
             with closing(Peers(operation)) as peers:
                 links = partial(joined, operation, peers, order)

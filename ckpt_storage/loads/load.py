@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.group import RankGroup
+from ckpt_storage.coordination.identity import Identity
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.coordination.rounds import ByRank
@@ -169,6 +170,7 @@ def _run(
     The caller closes `prepared` once all is read.
     """
     terms = session.terms()
+    operation.identify(Identity(kind="the load", url=session.url))
     operation.meet({**terms, "planner": "the default" if custom is None else "a custom planner"})
     operation.phase("load")
     planner = custom or OwnChunksLoadPlanner()
