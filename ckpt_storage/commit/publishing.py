@@ -18,6 +18,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     NotPublishedError,
     StorageError,
+    UnsupportedByStoreError,
 )
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
 from ckpt_storage.format.names import STOCK_METADATA, slot_path
@@ -25,7 +26,7 @@ from ckpt_storage.format.stock_metadata import MAX_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Content, Location, open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import compare_and_swap, replaces_by_version
+from ckpt_storage.store.probe import compare_and_swap, find_all_abilities, replaces_by_version
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.objects import is_there, or_none_if_absent, read_or_none, read_referenced
 
@@ -204,8 +205,7 @@ def publish_head(
         if step in {"newer", "published", "nothing"}:
             return step != "nothing"
         if step == "delete":
-            # If it was replaced meanwhile, the next attempt publishes the new head.
-            store.delete([STOCK_METADATA])
+            _delete_seen(store, current)
             may_have_written = False
             continue
         try:
@@ -263,6 +263,20 @@ def _next_step(commit_log: CommitLog, current: Content | None, *, may_have_writt
         # Torch's own readers would load an older save.
         return "nothing" if current is None else "delete"
     return "replace"
+
+
+def _delete_seen(store: Store, seen: Content | None) -> None:
+    """Delete `.metadata`; with a condition that it is unchanged if the storage has conditions."""
+    try:
+        if seen is None or seen.version is None or find_all_abilities(store).delete_problem:
+            store.delete([STOCK_METADATA])
+        else:
+            store.delete_version(STOCK_METADATA, seen.version)
+    except UnsupportedByStoreError:
+        store.delete([STOCK_METADATA])
+    except StorageError as error:
+        if error.kind not in {"not-found", "precondition"}:
+            raise
 
 
 def _replaced(
