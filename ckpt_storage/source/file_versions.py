@@ -111,6 +111,6 @@ def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
+def listed(store: Store, folder: str = "") -> Sequence[ObjectInfo]:
     """Return the entries of a folder; none if there is no such folder."""
-    return objects.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()
+    return objects.or_none_if_absent(partial(store.list, folder, recursive=False)) or ()
