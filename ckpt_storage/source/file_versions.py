@@ -38,17 +38,20 @@ class FileVersions:
     """
 
     of: Mapping[str, FileVersion] = field(default_factory=dict)
+    is_deep: bool = False
     is_listed: bool = True
 
     @classmethod
-    def of_listing(cls, entries: Iterable[ObjectInfo], *, is_listed: bool = True) -> FileVersions:
+    def of_listing(
+        cls, entries: Iterable[ObjectInfo], *, is_deep: bool, is_listed: bool = True
+    ) -> FileVersions:
         """Return the versions of the files that hold values or describe them."""
         of = {
             entry.path: (entry.size_bytes, entry.modified_s)
             for entry in entries
             if entry.path.endswith(_MARKED)
         }
-        return cls(of=of, is_listed=is_listed)
+        return cls(of=of, is_deep=is_deep, is_listed=is_listed)
 
     def check(self, store: Store, paths: Collection[str] | None = None) -> None:
         """Raise `CheckpointGoneError` if one of the files is gone or was written again.
@@ -71,7 +74,8 @@ class FileVersions:
         if is_small and all(side_by_side(store, stats)):
             return
         # A listing decides, as `stat` may report the time of an object with another precision.
-        now = FileVersions.of_listing(listed(store)).of
+        entries = listed(store, recursive=self.is_deep)
+        now = FileVersions.of_listing(entries, is_deep=self.is_deep).of
         for path in checked:
             if path not in now:
                 raise changed(store.url, path, "is gone")
@@ -111,6 +115,6 @@ def changed_rather_than_damaged(check: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def listed(store: Store, folder: str = "") -> Sequence[ObjectInfo]:
+def listed(store: Store, folder: str = "", *, recursive: bool = False) -> Sequence[ObjectInfo]:
     """Return the entries of a folder; none if there is no such folder."""
-    return objects.or_none_if_absent(partial(store.list, folder, recursive=False)) or ()
+    return objects.or_none_if_absent(partial(store.list, folder, recursive=recursive)) or ()

@@ -61,16 +61,23 @@ def open_source(store: Store, options: TransferOptions) -> Source:
     """Return the checkpoint at the root of `store`, of any writer.
 
     Costs two small reads, side by side, and the manifest for a checkpoint of ours. Otherwise the
-    folder is listed before the metadata of another writer is read.
+    folder is listed before the metadata of another writer is read; twice if files lie in folders.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
+    is_deep = False
     while True:
         commit_log, ours = _committed(store, options)
-        source = ours or _open_foreign(store, commit_log, options)
-        if source is not None:
+        if ours is not None:
+            return ours
+        source = _open_foreign(store, commit_log, options, is_deep=is_deep)
+        if source is None:
+            continue
+        if is_deep or not any("/" in path for path in source.paths):
             return source
+        # The listing comes first, so that it shows a save that ends before `.metadata` is read.
+        is_deep = True
 
 
 def open_newest(store: Store, options: TransferOptions) -> Source:
@@ -85,7 +92,7 @@ def open_newest(store: Store, options: TransferOptions) -> Source:
 
 
 def _open_foreign(
-    store: Store, commit_log: CommitLog, options: TransferOptions
+    store: Store, commit_log: CommitLog, options: TransferOptions, *, is_deep: bool
 ) -> ForeignSource | None:
     """Return another writer's checkpoint; its files are listed before its metadata is read.
 
@@ -94,12 +101,12 @@ def _open_foreign(
     """
     is_listed = True
     try:
-        entries = listed(store)
+        entries = listed(store, recursive=is_deep)
     except UnsupportedByStoreError:
         entries, is_listed = _look_for_known_files(store), False
         if not entries:
             raise
-    versions = FileVersions.of_listing(entries, is_listed=is_listed)
+    versions = FileVersions.of_listing(entries, is_deep=is_deep, is_listed=is_listed)
 
     def read_stock() -> HeadRef | StockSource | None:
         content = publishing.read_stock(store)
