@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -135,6 +136,8 @@ class LoadSession:
         self._monitor: OperationMonitor
         self._source: Source | None = None
         self._stored_names: Mapping[str, str] | None = None
+        self._publishing: threading.Thread | None = None
+        self._newer: FormatError | None = None
 
     @property
     def url(self) -> str:
@@ -181,10 +184,7 @@ class LoadSession:
         return {fqn: names[fqn] for fqn in fqns if fqn in names}
 
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
-        """Record the rank; the coordinator also publishes the save of a crashed saver.
-
-        Raises `FormatError` if another writer has saved over the checkpoint.
-        """
+        """Record the rank; the coordinator also publishes the save of a crashed saver."""
         self._is_coordinator = is_coordinator
         self.rank = rank
         source, store = self.open(), self._opened
@@ -193,15 +193,35 @@ class LoadSession:
         # Not a step of the load: it has a deadline of its own.
         limit_s = min(_PUBLISH_S, self._settings.timeouts.load / 2)
         deadline = Deadline("load", limit_s, monitor=self._monitor)
+        publish = partial(self._publish, store.bounded(deadline), source.save_id)
+        if not store.capabilities.is_remote:
+            publish()
+            return
+        # It takes at least two round trips, for which the load does not wait.
+        name = f"publish {store.url}"
+        self._publishing = threading.Thread(target=publish, name=name, daemon=True)
+        self._publishing.start()
+
+    def _publish(self, store: Store, save_id: str) -> None:
         try:
-            publishing.roll_forward(store.bounded(deadline), source.save_id)
-        except FormatError:  # a newer save, which this load would not see
-            raise
+            publishing.roll_forward(store, save_id)
+        except FormatError as error:
+            self._newer = error
         except CheckpointError as error:
             # The next saver publishes.
             is_denied = isinstance(error, StorageError) and error.kind in _READERS_ONLY
             level = logging.DEBUG if is_denied else logging.WARNING
             log.log(level, "%s: .metadata was not updated: %s", store.url, error)
+
+    def _finish_publishing(self, deadline: Deadline) -> None:
+        """Wait for the thread of `set_up`; raise its `FormatError` about a newer save."""
+        if self._publishing is not None:
+            self._publishing.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
+            if self._publishing.is_alive():
+                log.warning("%s: .metadata may be out of date: no response in time.", self.url)
+        newer, self._newer, self._publishing = self._newer, None, None
+        if newer is not None:
+            raise newer
 
     def save_terms(self) -> dict[str, str]:
         """Return the save that was opened, which must be the same on all ranks."""
@@ -311,6 +331,7 @@ class LoadSession:
             items.finish()
         items.commit(unsafe_pickle=settings.unsafe_pickle)
         items.checker.report(self.url)
+        self._finish_publishing(deadline)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:
